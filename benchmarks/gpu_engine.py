@@ -173,9 +173,7 @@ def _measure_prompt(model: Decoder, shape: Sizes, prompt_len: int, operations_s:
     """Kernel by kernel first: the graph is made in between."""
     load = Load(model, 2 * prompt_len + 512)
     launched_s = _time_prompts(load, prompt_len)
-    width = -(-(prompt_len + 1) // model.layout.block_size)
-    if not model.prepare(ProgramSize(0, width, padded(prompt_len, MIN_CHUNK_TOKENS)), load.kv):
-        raise RuntimeError("no memory for a graph")
+    prepare_prompt(model, load, prompt_len)
     num_operations = 2 * (shape.num_weights - shape.hidden * shape.vocab) * prompt_len
     return Row(
         f"prompt {shape.name}",
@@ -188,16 +186,25 @@ def _measure_prompt(model: Decoder, shape: Sizes, prompt_len: int, operations_s:
     )
 
 
+def prepare_prompt(model: Decoder, load: Load, prompt_len: int) -> None:
+    """Makes the graph of a prompt that is one chunk."""
+    width = -(-(prompt_len + 1) // model.layout.block_size)
+    if not model.prepare(ProgramSize(0, width, padded(prompt_len, MIN_CHUNK_TOKENS)), load.kv):
+        raise RuntimeError("no memory for a graph")
+
+
+def run_prompt(load: Load, prompt_len: int) -> float:
+    """Returns the seconds of a prompt of one token."""
+    load.add(prompt_len, 1)
+    seconds = 0.0
+    while load.core.has_requests:
+        seconds += load.step()[0]
+    return seconds
+
+
 def _time_prompts(load: Load, prompt_len: int) -> float:
-    """Times prompts of one token each, one after the other."""
-    times = []
-    for _ in range(NUM_PROMPTS):
-        load.add(prompt_len, 1)
-        seconds = 0.0
-        while load.core.has_requests:
-            seconds += load.step()[0]
-        times.append(seconds)
-    return median(times)
+    """Times prompts, one after the other."""
+    return median(run_prompt(load, prompt_len) for _ in range(NUM_PROMPTS))
 
 
 if __name__ == "__main__":

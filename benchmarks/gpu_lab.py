@@ -1,6 +1,7 @@
 """Questions to a GPU beside the product's own figures, each a command of its own that ends in a minute.
 
     python3 benchmarks/gpu_lab.py step          a decode step of 8B, kernel by kernel, and what lies idle between them
+    python3 benchmarks/gpu_lab.py prompt        prompts of both models, kernel by kernel
     python3 benchmarks/gpu_lab.py splits        decoding rows cut into fewer splits, or more
     python3 benchmarks/gpu_lab.py products      products of one order beside cuBLAS; bits of a row among others
     python3 benchmarks/gpu_lab.py exact         steps and a prompt of 8B with these products and with cuBLAS's
@@ -71,7 +72,7 @@ def main() -> int:
         print("no CUDA device here: nothing to measure")
         return 0
     triton.set_allocator(lambda size, _alignment, _stream: torch.empty(size, dtype=torch.int8, device="cuda"))
-    questions = {one.__name__: one for one in (step, splits, products, exact, attention, small_kv, pages)}
+    questions = {one.__name__: one for one in (step, prompt, splits, products, exact, attention, small_kv, pages)}
     for name in sys.argv[1:] or questions:
         for line in questions[name]():
             print(line, flush=True)
@@ -90,17 +91,40 @@ def step() -> Iterator[str]:
         while load.step()[1] < num_seqs:
             pass
         seconds = median([load.step()[0] for _ in range(30)][10:])
-        with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as profiler:
-            for _ in range(6):
-                load.step()
-            torch.cuda.synchronize()
-        with tempfile.NamedTemporaryFile(suffix=".json") as file:
-            profiler.export_chrome_trace(file.name)
-            events = json.loads(Path(file.name).read_text())["traceEvents"]
         yield f"8B, {num_seqs} x {context_len}: {seconds * 1e6:.0f} us a step"
-        yield from describe_layers(events)
+        yield from describe_layers(_trace(lambda: [load.step() for _ in range(6)]))  # noqa: B023
         del load
         torch.cuda.empty_cache()
+
+
+def prompt() -> Iterator[str]:
+    """Times the kernels of prompts as graphs by their places in a layer."""
+    from benchmarks.gpu_engine import LARGE, SMALL, Load, compile_all, make_decoder, prepare_prompt, run_prompt
+
+    for shape, lengths in ((SMALL, (128, 2048)), (LARGE, (512, 2048))):
+        model = make_decoder(shape)
+        compile_all(model)
+        for length in lengths:
+            load = Load(model, 2 * length + 512)
+            run_prompt(load, length)
+            prepare_prompt(model, load, length)
+            seconds = median(run_prompt(load, length) for _ in range(7))
+            yield f"{shape.name}, a prompt of {length}: {seconds * 1e3:.2f} ms"
+            yield from describe_layers(_trace(lambda: [run_prompt(load, length) for _ in range(3)]))  # noqa: B023
+            del load
+            torch.cuda.empty_cache()
+        del model
+
+
+def _trace(work: Work) -> list[Mapping[str, Any]]:
+    """Runs a work, and lists what torch's profiler saw."""
+    with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as profiler:
+        work()
+        torch.cuda.synchronize()
+    with tempfile.NamedTemporaryFile(suffix=".json") as file:
+        profiler.export_chrome_trace(file.name)
+        events: list[Mapping[str, Any]] = json.loads(Path(file.name).read_text())["traceEvents"]
+    return events
 
 
 def describe_layers(events: Sequence[Mapping[str, Any]]) -> Iterator[str]:
@@ -211,7 +235,7 @@ def _compile_products() -> Iterator[str]:
 
 def exact() -> Iterator[str]:
     """Times decode steps and a prompt of 8B with products of one order and with cuBLAS's, in turn."""
-    from benchmarks.gpu_engine import LARGE, Load, compile_all, make_decoder
+    from benchmarks.gpu_engine import LARGE, Load, compile_all, make_decoder, run_prompt
     from kernels.triton_backend import ExactBackend, TritonBackend
 
     models = {}
@@ -233,14 +257,8 @@ def exact() -> Iterator[str]:
         told = f"library {library * 1e6:.0f} us, in order {ours * 1e6:.0f} us"
         yield f"8B, a step of {num_seqs} x {context_len}: {told}, {100 * ours / library:.1f} percent"
     for name, model in models.items():
-        load, seconds = Load(model, 8192), []
-        for _ in range(5):
-            load.add(2048, 1)
-            took_s = 0.0
-            while load.core.has_requests:
-                took_s += load.step()[0]
-            seconds.append(took_s)
-        yield f"8B, a prompt of 2,048, {name}: {median(seconds) * 1e3:.1f} ms"
+        load = Load(model, 8192)
+        yield f"8B, a prompt of 2,048, {name}: {median(run_prompt(load, 2048) for _ in range(5)) * 1e3:.1f} ms"
 
 
 def _each(weights: Sequence[Tensor], multiply: Callable[[Tensor, Tensor], Tensor], rows: Tensor) -> None:
