@@ -92,7 +92,7 @@ def step() -> Iterator[str]:
             pass
         seconds = median([load.step()[0] for _ in range(30)][10:])
         yield f"8B, {num_seqs} x {context_len}: {seconds * 1e6:.0f} us a step"
-        yield from describe_layers(_trace(lambda: [load.step() for _ in range(6)]))  # noqa: B023
+        yield from describe_layers(_trace(load.step, 6))
         del load
         torch.cuda.empty_cache()
 
@@ -110,16 +110,17 @@ def prompt() -> Iterator[str]:
             prepare_prompt(model, load, length)
             seconds = median(run_prompt(load, length) for _ in range(7))
             yield f"{shape.name}, a prompt of {length}: {seconds * 1e3:.2f} ms"
-            yield from describe_layers(_trace(lambda: [run_prompt(load, length) for _ in range(3)]))  # noqa: B023
+            yield from describe_layers(_trace(_bind(run_prompt, load, length), 3))
             del load
             torch.cuda.empty_cache()
         del model
 
 
-def _trace(work: Work) -> list[Mapping[str, Any]]:
-    """Runs a work, and lists what torch's profiler saw."""
+def _trace(work: Work, num_times: int) -> list[Mapping[str, Any]]:
+    """Repeats a work, and lists what torch's profiler saw."""
     with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as profiler:
-        work()
+        for _ in range(num_times):
+            work()
         torch.cuda.synchronize()
     with tempfile.NamedTemporaryFile(suffix=".json") as file:
         profiler.export_chrome_trace(file.name)
