@@ -23,7 +23,6 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from triton.runtime.jit import JITFunction
 
-from benchmarks.gpu_gluon import GroupTile, attend_by_groups
 from benchmarks.gpu_kernels import (
     BYTES_PER_TOKEN,
     HEAD_DIM,
@@ -32,13 +31,12 @@ from benchmarks.gpu_kernels import (
     make_pool,
     make_random,
 )
-from benchmarks.gpu_prototypes import PromptTile, attend_contiguous, gather
 from benchmarks.gpu_timing import time_in_turn
-from kernels.attention import decode, paged
+from kernels.attention import decode, paged, prompts
 from kernels.attention.decode import paged_decode_attention
 from kernels.attention.prompts import paged_prefill_attention
 from kernels.backend import KVPages
-from kernels.tiles import Tile
+from kernels.tiles import GroupTile, Tile
 
 ROOT = Path(__file__).resolve().parents[1]
 COMMAND = [sys.executable, "-m", "benchmarks.gpu_candidates"]
@@ -46,13 +44,10 @@ PREPARING_S, MEASURING_S, ENDING_S = 40.0, 10.0, 5.0
 WORKING_SET_BYTES = 1 << 28
 PROMPTS = [(333, 1000), (0, 2048), (0, 8192), (8192, 2048)]
 """Tokens before a prompt, and of it."""
-PROMPT_TILES = {
-    "contiguous": PromptTile(128, 128, 8, 2, False),
-    "contiguous, 64 keys": PromptTile(128, 64, 8, 3, False),
-    "split over warps": PromptTile(128, 128, 4, 2, True),
+GROUP_TILES = {
+    f"groups of {keys} keys, {slots} slots": GroupTile(keys, slots) for keys, slots in ((128, 2), (128, 3), (64, 4))
 }
-GROUP_TILES = {"Gluon": GroupTile(128, 2, False), "Gluon in turns": GroupTile(128, 2, True)}
-PAGED, HEADS_FIRST, CUDNN, GATHERED = "paged", "paged, heads first", "cuDNN", "Gluon behind a gather"
+PAGED, CUDNN = "paged", "cuDNN"
 DECODES = [(16, 8192), (64, 2048)]
 DECODE_TILES = ["16 128 4 1", "16 64 4 1", "16 64 2 1", "16 32 4 1", "16 32 2 1", "16 64 2 2", "16 64 2 3", "16 64 4 2"]
 DECODE_TILES += ["16 64 4 3", "16 32 4 2", "16 128 4 2", "16 128 8 1"]
@@ -91,7 +86,7 @@ class Prompt:
 
 def attention() -> Iterator[str]:
     """Times attention of prompts by each candidate, launched and as a graph, and compares it with cuDNN's."""
-    yield from ask_in_turn([*COMMAND, "attention"], [PAGED, HEADS_FIRST, CUDNN, *PROMPT_TILES, *GROUP_TILES, GATHERED])
+    yield from ask_in_turn([*COMMAND, "attention"], [*GROUP_TILES, PAGED, CUDNN])
 
 
 def small_kv() -> Iterator[str]:
@@ -145,13 +140,13 @@ def compiling() -> Iterator[None]:
 
 def measure_prompts(candidate: str) -> Iterator[str]:
     """Yields first once all is compiled, then a line for each prompt."""
-    prompts = [make_prompt(*one) for one in PROMPTS]
-    works = [choose_prompt_work(candidate, prompt) for prompt in prompts]
+    drawn = [make_prompt(*one) for one in PROMPTS]
+    works = [choose_prompt_work(candidate, prompt) for prompt in drawn]
     with compiling():
         for work in works:
             work()
     yield "ready"
-    for prompt, work in zip(prompts, works, strict=True):
+    for prompt, work in zip(drawn, works, strict=True):
         peer = SDPBackend.MATH if prompt.num_before else SDPBackend.CUDNN_ATTENTION
         expected, first, second = attend_by_torch(prompt, peer).float(), work(), work()
         off, is_same = float((first.float() - expected).abs().max()), torch.equal(first, second)
@@ -164,28 +159,13 @@ def choose_prompt_work(candidate: str, prompt: Prompt) -> Attend:
     """Binds what a candidate launches for a prompt."""
     if candidate == CUDNN:
         return lambda: attend_by_torch(prompt, SDPBackend.CUDNN_ATTENTION)
-    contiguous = prompt.query, prompt.key, prompt.value
-    if candidate in PROMPT_TILES:
-        return lambda: attend_contiguous(*contiguous, PROMPT_TILES[candidate], prompt.num_before)
-    if candidate in GROUP_TILES:
-        return lambda: attend_by_groups(*contiguous, GROUP_TILES[candidate], prompt.num_before)
-
-    if candidate == GATHERED:
-        return partial(attend_gathered, prompt)
 
     def attend() -> Tensor:
-        with mock.patch.object(paged, "HEAD_AXIS", 0 if candidate == HEADS_FIRST else 1):
+        with mock.patch.object(prompts, "choose_group_tile", return_value=GROUP_TILES.get(candidate)):
             tables = prompt.tables, prompt.lens, prompt.starts
             return paged_prefill_attention(prompt.query, prompt.pages, *tables, VARIANT)
 
     return attend
-
-
-def attend_gathered(prompt: Prompt) -> Tensor:
-    """Attends as the product would: copies all of the prompt's pages first."""
-    key, value = gather(prompt.pages.data, prompt.tables[0])
-    num_keys = prompt.num_before + len(prompt.query)
-    return attend_by_groups(prompt.query, key[:num_keys], value[:num_keys], GROUP_TILES["Gluon"], prompt.num_before)
 
 
 def make_prompt(num_before: int, num_rows: int) -> Prompt:

@@ -35,6 +35,8 @@ MOST = "most"
 """The kind of more rows."""
 WIDENED, ABOVE = "widened", "above"
 """The role and the kind of products for which packed weights are widened to memory first."""
+GROUPS = "groups"
+"""The role of prompts by warp groups of a Hopper (kernels/attention/hopper.py); kinds are the compiler's versions."""
 EXACT, STEP_PERCENT = "exact", "step_percent"
 """The role and the kind of timed steps."""
 MAX_STEP_PERCENT = 103
@@ -70,11 +72,19 @@ class OrderedTile:
         return self.rows < MIN_LEFT_ROWS
 
 
+@dataclass(frozen=True)
+class GroupTile:
+    """The keys of an iteration, and the tiles of keys, and of values, that are loaded ahead."""
+
+    keys: int
+    slots: int
+
+
 Table = dict[str, dict[str, dict[str, dict[str, list[int]]]]]
 """Numbers of a tile, by architecture, role, kind, and size of heads.
 
 Products have bits of codes in place of these, products of one order 1 for a matrix of one split and 2 for others.
-The role `widened` has a number of rows in place of a tile.
+The role `widened` has a number of rows in place of a tile, and `groups` keys and slots.
 """
 
 
@@ -91,6 +101,20 @@ def digest() -> str:
 def choose_tile(role: Role, query: Tensor, pages: KVPages, variant: AttentionVariant) -> Tile:
     """Returns the table's tile for a launch on the device of `query`; it does not depend on the batch."""
     return find_tile(architecture_of(query.device), role, kind_of(query.dtype, pages, variant), query.shape[-1])
+
+
+def choose_group_tile(device: torch.device, head_dim: int) -> GroupTile | None:
+    """Returns the table's tile for prompts by warp groups; None where no such device has run this compiler's code.
+
+    Their language has no interpreter.
+    """
+    if device.type != "cuda":
+        return None
+    import triton
+
+    version = triton.__version__.rpartition(".")[0]
+    row = _table()[architecture_of(device)].get(GROUPS, {}).get(version, {})
+    return GroupTile(*row[str(head_dim)]) if str(head_dim) in row else None
 
 
 def choose_product_tile(device: torch.device, dtype: torch.dtype, bits: int, num_rows: int) -> Tile:

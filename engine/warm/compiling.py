@@ -23,6 +23,7 @@ from triton import knobs
 from triton import language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime import driver
 
 from kernels.cpu.library import NoKernels
@@ -65,15 +66,20 @@ class Signature:
         module, _, name = self.kernel.rpartition(".")
         return getattr(import_module(module), name)
 
-    def compile(self) -> None:
-        """Compiles for the target into Triton's cache. Blocks for seconds; raises whatever the compiler raises."""
+    def compile(self) -> Any:
+        """Compiles for the target into Triton's cache, and returns Triton's kernel.
+
+        Blocks for seconds; raises whatever the compiler raises.
+        """
         described = json.loads(self.data)
         keys = [[tuple(one) for one in described[f"{kind}_keys"]] for kind in ("constant", "attrs")]
         constants = dict(zip(keys[0], map(_constant, described["constant_vals"]), strict=True))
         attributes = dict(zip(keys[1], described["attrs_vals"], strict=True))
-        source = ASTSource(self.load_kernel(), described["signature"], constants, attributes)
+        kernel = self.load_kernel()
+        kind = GluonASTSource if kernel.is_gluon() else ASTSource
+        source = kind(kernel, described["signature"], constants, attributes)
         options = {name: _with_tuples(value) for name, value in described["options"].items()}
-        triton.compile(source, target=GPUTarget(*self.target), options=options)
+        return triton.compile(source, target=GPUTarget(*self.target), options=options)
 
 
 class Launches:

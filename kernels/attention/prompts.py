@@ -6,7 +6,7 @@ from torch import Tensor
 
 from kernels.attention import paged
 from kernels.backend import AttentionVariant, KVPages
-from kernels.tiles import Tile, choose_tile
+from kernels.tiles import GroupTile, Tile, choose_group_tile, choose_tile, kind_of
 
 
 def paged_prefill_attention(
@@ -31,6 +31,13 @@ def paged_prefill_attention(
     num_seqs = len(context_lens) - first_seq
     if num_rows == first_seq:
         return output
+    groups = choose_groups(query, pages, variant)
+    if groups is not None:
+        from kernels.attention import hopper
+
+        tables = block_tables, context_lens, cu_query_lens
+        hopper.attend(groups, query, pages.data, *tables, output, variant.scale, first_seq)
+        return output
     group_size = num_heads // num_kv_heads
     tile = choose_tile("prompts", query, pages, variant)
     num_tokens = tokens_of(tile, group_size, None if pages.int4 is None else block_size)
@@ -54,6 +61,18 @@ def paged_prefill_attention(
         first_seq,
     )
     return output
+
+
+def choose_groups(query: Tensor, pages: KVPages, variant: AttentionVariant) -> GroupTile | None:
+    """Returns the tile of warp groups, which attend with plain scores to all keys; None where `attend` does."""
+    if variant.window is not None or kind_of(query.dtype, pages, variant) != "plain":
+        return None
+    tile = choose_group_tile(query.device, query.shape[-1])
+    if tile is None:
+        return None
+    from kernels.attention import hopper
+
+    return tile if hopper.fits(tile, query, pages.data) else None
 
 
 def tokens_of(tile: Tile, group_size: int, block_size: int | None) -> int:

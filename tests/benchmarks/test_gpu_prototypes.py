@@ -3,37 +3,12 @@
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
-from torch.nn import functional as F
 
-from benchmarks.gpu_candidates import PROMPT_TILES
 from benchmarks.gpu_lab import describe_layers
-from benchmarks.gpu_prototypes import NUM_KEYS, PromptTile, attend_contiguous, gather, sum_and_copy
+from benchmarks.gpu_prototypes import NUM_KEYS, sum_and_copy
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-
-
-@pytest.mark.parametrize(("num_before", "num_rows"), [(0, 256), (77, 200)])
-@pytest.mark.parametrize("tile", PROMPT_TILES.values(), ids=PROMPT_TILES)
-def test_prompts_over_contiguous_keys(tile: PromptTile, num_before: int, num_rows: int) -> None:
-    num_keys = num_before + num_rows
-    query, key, value = (
-        torch.randn(length, heads, 64, device=DEVICE).half()
-        for length, heads in ((num_rows, 4), (num_keys, 2), (num_keys, 2))
-    )
-    heads = [one.float().transpose(0, 1) for one in (query, key, value)]
-    seen = torch.ones(num_rows, num_keys, dtype=torch.bool, device=DEVICE).tril(num_before)
-    expected = F.scaled_dot_product_attention(heads[0], heads[1], heads[2], attn_mask=seen, enable_gqa=True)
-    out = attend_contiguous(query, key, value, tile, num_before)
-    torch.testing.assert_close(out.float(), expected.transpose(0, 1), rtol=2e-2, atol=2e-3)
-
-
-def test_pages_are_gathered_in_the_order_of_their_tokens() -> None:
-    pages = torch.randn(7, 3, 2, 2, 8, 16, device=DEVICE)[:, 1]
-    table = torch.tensor([4, 0, 6], dtype=torch.int32, device=DEVICE)
-    for plane, gathered in enumerate(gather(pages, table)):
-        assert torch.equal(gathered, pages[table.long(), plane].transpose(1, 2).reshape(24, 2, 16))
 
 
 def test_sums_of_blocks_equal_a_hosts() -> None:

@@ -1,4 +1,4 @@
-"""The compiled code of the candidates in Gluon: the order of its waits and products, and that it fits a processor."""
+"""The compiled code of attention by warp groups: the order of its waits and products, and that it fits a processor."""
 
 import json
 import os
@@ -21,7 +21,7 @@ EVENTS = {"p": r"\bHGMMA\.", "e": r"\bMUFU\.EX2", "0": r"DEPBAR\.LE gsb0, 0x0", 
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     env |= {"PYTHONPATH": str(ROOT), "TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("triton"))}
-    command = [sys.executable, "-m", "tests.benchmarks.gluon_code"]
+    command = [sys.executable, "-m", "tests.kernels.hopper_code", "128", "64"]
     done = subprocess.run(
         command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=COMPILATION_S, check=False
     )
@@ -52,4 +52,9 @@ def test_nothing_is_spilled_and_a_processor_holds_the_program(compiled: dict[str
     for tile in compiled.values():
         assert tile["spilled"] == 0
         assert tile["shared_bytes"] <= 227 << 10
-        assert {"24", "240"} <= set(tile["registers"])
+        assert {"56", "224"} <= set(tile["registers"])
+
+
+def test_steps_of_any_size_launch_one_kernel(compiled: dict[str, dict[str, Any]]) -> None:
+    """A launch that is noted is one that its signature compiles, whatever the rows, sequences and blocks."""
+    assert [one["num_signatures"] for one in compiled.values()] == [1, 1]
