@@ -48,7 +48,7 @@ MAX_STEP_TOKENS, MAX_RUNNING = 8192, 128
 SMALL, LARGE = SIZES["135M"], SIZES["8B"]
 LOADS = [(SMALL, 1, 512), (SMALL, 32, 512), (LARGE, 1, 1024), (LARGE, 16, 1024), (LARGE, 64, 2048)]
 PROMPTS = [(SMALL, 128), (SMALL, 1100), (SMALL, 2048), (LARGE, 128), (LARGE, 512), (LARGE, 2048), (LARGE, 8192)]
-"""By default 8B has graphs of up to 256 prompt tokens; here all have one."""
+"""By default 8B has graphs of up to 512 prompt tokens; here all have one."""
 
 
 def make_decoder(shape: Sizes, backend: Backend | None = None) -> Decoder:

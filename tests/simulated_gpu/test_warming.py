@@ -97,16 +97,16 @@ def test_chunks_have_sizes_beside_no_rows_a_few_and_as_many_as_there_can_be() ->
 @pytest.mark.parametrize(
     ("hidden", "mlp", "num_heads", "num_kv_heads", "head_dim", "most"),
     [
-        pytest.param(576, 1536, 9, 3, 64, 16384, id="135M"),
-        pytest.param(2048, 8192, 32, 8, 64, 1024, id="1B"),
-        pytest.param(4096, 14336, 32, 8, 128, 256, id="8B"),
+        pytest.param(576, 1536, 9, 3, 64, 32768, id="135M"),
+        pytest.param(2048, 8192, 32, 8, 64, 2048, id="1B"),
+        pytest.param(4096, 14336, 32, 8, 128, 512, id="8B"),
         pytest.param(16384, 53248, 128, 8, 128, 64, id="405B"),
     ],
 )
 def test_the_more_weights_a_layer_has_the_fewer_tokens_have_a_graph(
     hidden: int, mlp: int, num_heads: int, num_kv_heads: int, head_dim: int, most: int
 ) -> None:
-    """A layer of 8B multiplies 256 tokens in a quarter of a millisecond, and is launched in half of one."""
+    """A layer of 8B computes 512 tokens in a third of a millisecond, and is launched in half of one."""
     config = ModelConfig.parse(
         {
             "architectures": ["LlamaForCausalLM"],
