@@ -9,7 +9,7 @@ worker does, and tells their time and memory.
 
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from statistics import median
 
@@ -30,7 +30,7 @@ from engine.model.weights import DecoderWeights, LayerWeights
 from engine.request import ChoiceSoFar, EngineRequest
 from engine.schedule.continuous_batcher import ContinuousBatcher
 from engine.warm.warming import compile_kernels, limits_of, make_programs
-from kernels.backend import Activation, Backend, Heads
+from kernels.backend import Activation, Backend, Heads, Weight
 from kernels.triton_backend import TritonBackend
 from kv_store.device_pool import DevicePool
 from kv_store.transfers import NoStore
@@ -55,9 +55,9 @@ def make_decoder(shape: Sizes, backend: Backend | None = None) -> Decoder:
     """Makes a decoder of a shape with random weights."""
     backend = backend or TritonBackend()
 
-    def weight(columns: int, depth: int) -> Linear:
+    def weight(columns: int, depth: int, pack: Callable[[torch.Tensor], Weight] = backend.pack) -> Linear:
         numbers = torch.empty(columns, depth, dtype=torch.bfloat16, device=DEVICE).normal_(std=depth**-0.5)
-        return Linear(backend.pack(numbers))
+        return Linear(pack(numbers))
 
     def norm() -> torch.Tensor:
         return torch.ones(shape.hidden, dtype=torch.bfloat16, device=DEVICE)
@@ -79,7 +79,7 @@ def make_decoder(shape: Sizes, backend: Backend | None = None) -> Decoder:
             attention_output=weight(shape.hidden, queries),
             mlp_norm=norm(),
             feed_forward=DenseLayer(
-                gate_up=weight(2 * shape.mlp, shape.hidden),
+                gate_up=weight(2 * shape.mlp, shape.hidden, backend.pack_gated),
                 down=weight(shape.hidden, shape.mlp),
                 activation=Activation.SILU,
             ),

@@ -223,6 +223,9 @@ class Backend(Protocol):
     def pack_exactly(self, weight: Tensor) -> Weight:
         """Copies a matrix as `pack` does, and rounds it to no fewer bits, whatever the backend's width of weights."""
 
+    def pack_gated(self, gate_up: Tensor) -> Weight:
+        """Copies a matrix of gates, then ups, [2 * columns, depth], for `gated_linear` alone."""
+
     def pack_codes(self, parts: Sequence[Quantized], dtype: torch.dtype) -> Weight:
         """Copies matrices of one depth, joined along the columns; a product has the bits of `dequantize` in a dtype."""
 
@@ -278,6 +281,17 @@ class Backend(Protocol):
 
     def gate(self, gate_up: Tensor, activation: Activation, out: Tensor | None = None) -> Tensor:
         """Returns activation(first half) * second half of rows [T, 2 * columns], or [T, num_chosen, 2 * columns]."""
+
+    def gated_linear(
+        self,
+        states: Tensor,
+        weight: Weight,
+        bias: Tensor | None,
+        activation: Activation,
+        product: Tensor | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """Returns `gate` of `linear`. weight: of `pack_gated` or `pack_codes`. product: takes what `linear` returns."""
 
     def experts(self, weights: Sequence[Weight]) -> Experts:
         """Lists a layer's matrices, one for each expert; copies none. Raises ValueError for unlike ones."""

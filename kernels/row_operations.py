@@ -48,6 +48,24 @@ def normalize(
 
 
 @triton.jit
+def gate_by(gate, up, ACTIVATION: tl.constexpr):
+    """Returns activation(gate) * up in float32, the activation rounded to the dtype of the gate."""
+    wide = gate.to(tl.float32)
+    if ACTIVATION == 2:
+        wide = tl.where(wide > 7.0, 7.0, wide)
+        raised = up.to(tl.float32)
+        raised = tl.where(raised > 7.0, 7.0, tl.where(raised < -7.0, -7.0, raised))
+        up = (raised + 1.0).to(gate.dtype)
+    of = wide
+    if ACTIVATION == 1:  # the approximation of GELU by tanh is a sigmoid of this
+        of = 1.5957691216 * (wide + 0.044715 * wide * wide * wide)
+    if ACTIVATION == 2:
+        of = 1.702 * wide
+    activated = (wide / (1.0 + tl.exp(tl.minimum(-of, 88.0)))).to(gate.dtype)
+    return activated.to(tl.float32) * up.to(tl.float32)
+
+
+@triton.jit
 def gate_rows(
     gate_up_ptr,  # [num_rows, 2 * columns]
     output_ptr,  # [num_rows, columns]
@@ -61,19 +79,7 @@ def gate_rows(
     present = places < columns
     gate = tl.load(gate_up_ptr + row * 2 * columns + places, mask=present, other=0.0)
     up = tl.load(gate_up_ptr + row * 2 * columns + columns + places, mask=present, other=0.0)
-    wide = gate.to(tl.float32)
-    if ACTIVATION == 2:
-        wide = tl.where(wide > 7.0, 7.0, wide)
-        raised = up.to(tl.float32)
-        raised = tl.where(raised > 7.0, 7.0, tl.where(raised < -7.0, -7.0, raised))
-        up = (raised + 1.0).to(gate.dtype)
-    of = wide
-    if ACTIVATION == 1:  # the approximation of GELU by tanh is a sigmoid of this
-        of = 1.5957691216 * (wide + 0.044715 * wide * wide * wide)
-    if ACTIVATION == 2:
-        of = 1.702 * wide
-    activated = (wide / (1.0 + tl.exp(tl.minimum(-of, 88.0)))).to(gate.dtype)
-    tl.store(output_ptr + row * columns + places, activated.to(tl.float32) * up.to(tl.float32), mask=present)
+    tl.store(output_ptr + row * columns + places, gate_by(gate, up, ACTIVATION), mask=present)
 
 
 @triton.jit

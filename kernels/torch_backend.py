@@ -39,6 +39,9 @@ class TorchBackend:
     def pack_exactly(self, weight: Tensor) -> Weight:
         return self.pack(weight)
 
+    def pack_gated(self, gate_up: Tensor) -> Weight:
+        return self.pack(gate_up)
+
     def pack_codes(self, parts: Sequence[Quantized], dtype: torch.dtype) -> Weight:
         return self.pack(torch.cat([part.dequantize().to(dtype) for part in parts]))
 
@@ -114,6 +117,17 @@ class TorchBackend:
             prompts = query[num_decodes:], pages, blocks[num_decodes:], lens[num_decodes:], starts, variant
             parts.append(reference.paged_prefill_attention(*prompts, turned[num_decodes:]))
         return _given(parts[0] if len(parts) == 1 else torch.cat(parts), out)
+
+    def gated_linear(
+        self,
+        states: Tensor,
+        weight: Weight,
+        bias: Tensor | None,
+        activation: Activation,
+        product: Tensor | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        return self.gate(self.linear(states, weight, bias, None, product), activation, out)
 
     def gate(self, gate_up: Tensor, activation: Activation, out: Tensor | None = None) -> Tensor:
         gate, up = gate_up.chunk(2, dim=-1)

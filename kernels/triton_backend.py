@@ -11,7 +11,18 @@ from kernels import row_operations, tiles
 from kernels.attention import int4_pages
 from kernels.attention.decode import paged_decode_attention
 from kernels.attention.prompts import paged_prefill_attention
-from kernels.backend import TRITON, TRITON_EXACT, Angles, AttentionVariant, Experts, Heads, KVPages, Tables, Weight
+from kernels.backend import (
+    TRITON,
+    TRITON_EXACT,
+    Activation,
+    Angles,
+    AttentionVariant,
+    Experts,
+    Heads,
+    KVPages,
+    Tables,
+    Weight,
+)
 from kernels.cpu.library import NoKernels
 from kernels.products import experts as expert_operations
 from kernels.products import ordered
@@ -127,6 +138,9 @@ class ExactBackend(TritonBackend):
         super().__init__()
         self._counters = ordered.Counters()
 
+    def pack_gated(self, gate_up: Tensor) -> Weight:
+        return self.pack(ordered.in_turns(gate_up))
+
     def linear(
         self,
         states: Tensor,
@@ -139,6 +153,20 @@ class ExactBackend(TritonBackend):
             return super().linear(states, weight, bias, residual, out)
         rows = states.new_empty(len(states), weight.columns) if out is None else out
         return ordered.linear(states, weight.data, bias, residual, rows, self._counters)
+
+    def gated_linear(
+        self,
+        states: Tensor,
+        weight: Weight,
+        bias: Tensor | None,
+        activation: Activation,
+        product: Tensor | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        if isinstance(weight, CodedWeight):
+            return super().gated_linear(states, weight, bias, activation, product, out)
+        rows = states.new_empty(len(states), weight.columns // 2) if out is None else out
+        return ordered.linear(states, weight.data, bias, None, rows, self._counters, activation)
 
     def logits(self, states: Tensor, weight: Weight, cap: float | None = None, out: Tensor | None = None) -> Tensor:
         if isinstance(weight, CodedWeight):

@@ -64,7 +64,8 @@ class DenseLayer:
         is_recorded = to.gate_up is not None  # for one number of rows
         if not is_recorded and normed.device.type == "cpu" and len(normed) > PROMPT_ROWS:
             return self._run_in_parts(do, normed, to, residual, out)
-        gated = do.gate(self.gate_up.run(do, normed, out=to.gate_up), self.activation, to.gated)
+        weight, bias = self.gate_up.weight, self.gate_up.bias
+        gated = do.gated_linear(normed, weight, bias, self.activation, to.gate_up, to.gated)
         return self.down.run(do, gated, residual, out)
 
     def _run_in_parts(

@@ -18,6 +18,8 @@ from wire.errors import ModelError
 
 Packing = Callable[[str, Callable[[], Weight]], Weight]
 """A function that finds the packed matrix by its first tensor's name, or packs it by the given function."""
+Pack = Callable[[torch.Tensor], Weight]
+"""A backend's function that packs a plain matrix."""
 META = torch.device("meta")
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
@@ -152,7 +154,7 @@ class WeightLoader:
         hidden, mlp, family = config.hidden_size, config.intermediate_size, config.family
         gate_up = {"gate_up_proj": 2 * mlp} if family.fuses_gate else {"gate_proj": mlp, "up_proj": mlp}
         return DenseLayer(
-            gate_up=self._linear(part, gate_up, hidden, config.mlp_bias),
+            gate_up=self._linear(part, gate_up, hidden, config.mlp_bias, self._backend.pack_gated),
             down=self._linear(part, {"down_proj": hidden}, mlp, config.mlp_bias),
             activation=family.activation,
         )
@@ -192,10 +194,12 @@ class WeightLoader:
             raise ModelError(f"{part}: {error}") from error
         return ExpertLinear(experts, _joined(biases) if biases else None)
 
-    def _linear(self, part: str, name_to_size: dict[str, int], in_size: int, has_bias: bool) -> Linear:
+    def _linear(
+        self, part: str, name_to_size: dict[str, int], in_size: int, has_bias: bool, pack: Pack | None = None
+    ) -> Linear:
         """Loads matrices of a part of a layer as one, of `name_to_size` columns each."""
         names = {f"{part}.{name}": size for name, size in name_to_size.items()}
-        weight = self._packed({f"{name}.weight": (size, in_size) for name, size in names.items()})
+        weight = self._packed({f"{name}.weight": (size, in_size) for name, size in names.items()}, pack)
         if not has_bias:
             self._require_zeros({f"{name}.bias": size for name, size in names.items()})
         bias = self._stacked({f"{name}.bias": (size,) for name, size in names.items()}) if has_bias else None
@@ -209,10 +213,10 @@ class WeightLoader:
                 if not bias.is_meta and bool(bias.any()):
                     raise ModelError(f"tensor {name} is not of zeros, and the model of config.json has no such bias")
 
-    def _packed(self, name_to_shape: dict[str, tuple[int, int]]) -> Weight:
-        return self._packing(next(iter(name_to_shape)), partial(self._pack, name_to_shape, self._backend.pack))
+    def _packed(self, name_to_shape: dict[str, tuple[int, int]], pack: Pack | None = None) -> Weight:
+        return self._packing(next(iter(name_to_shape)), partial(self._pack, name_to_shape, pack or self._backend.pack))
 
-    def _pack(self, name_to_shape: dict[str, tuple[int, int]], pack: Callable[[torch.Tensor], Weight]) -> Weight:
+    def _pack(self, name_to_shape: dict[str, tuple[int, int]], pack: Pack) -> Weight:
         codes = [self._codes(name, shape) for name, shape in name_to_shape.items()]
         parts = [one for one in codes if one is not None]
         if len(parts) == len(codes):

@@ -150,6 +150,9 @@ class CpuBackend:
             self._library.baton_pack(code, weight.data_ptr(), columns, depth, packed.data_ptr())
         return Weight(packed, columns, depth, weight.dtype)
 
+    def pack_gated(self, gate_up: Tensor) -> Weight:
+        return self.pack(gate_up)
+
     def pack_codes(self, parts: Sequence[Quantized], dtype: torch.dtype) -> Weight:
         """Keeps codes packed if the kernels widen them exactly; else packs the widened matrix."""
         parts = [packed.in_groups(part) for part in parts]
@@ -236,6 +239,17 @@ class CpuBackend:
         )  # fmt: skip
         self._call("attention", call, len(tables.context_lens), tables.num_decodes)
         return out
+
+    def gated_linear(
+        self,
+        states: Tensor,
+        weight: Weight,
+        bias: Tensor | None,
+        activation: Activation,
+        product: Tensor | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        return self.gate(self.linear(states, weight, bias, None, product), activation, out)
 
     def gate(self, gate_up: Tensor, activation: Activation, out: Tensor | None = None) -> Tensor:
         *rows, columns = *gate_up.shape[:-1], gate_up.shape[-1] // 2

@@ -12,7 +12,9 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from kernels.backend import Activation
 from kernels.quantized.products import OPTIONS, write_rows
+from kernels.row_operations import gate_by
 from kernels.tiles import OrderedTile, architecture_of, choose_ordered_tile
 
 SPLIT_COLUMNS, WANTED_PROGRAMS, MAX_PROGRAMS = 64, 256, 512
@@ -59,6 +61,7 @@ def multiply_in_order(
     GROUP: tl.constexpr,
     IS_TURNED: tl.constexpr,
     IS_DESCRIBED: tl.constexpr,
+    ACTIVATION: tl.constexpr,  # of a matrix of gates and ups in turns, whose product is gated; or None
 ):
     # One program has a tile of the product and one split of the depth, or all of them, one after another. IS_ALONE: it
     # has one split, and no second sum.
@@ -117,7 +120,19 @@ def multiply_in_order(
     if IS_TURNED:
         total = tl.trans(total)
     present = is_row[:, None] & is_column[None, :]
-    write_rows(total, bias_ptr, residual_ptr, out_ptr, rows, columns, present, residual_stride, out_stride)
+    if ACTIVATION is None:
+        write_rows(total, bias_ptr, residual_ptr, out_ptr, rows, columns, present, residual_stride, out_stride)
+    else:
+        rounded = total.to(out_ptr.dtype.element_ty)
+        if bias_ptr is not None:
+            places = columns % 2 * (num_columns // 2) + columns // 2
+            bias = tl.load(bias_ptr + places[None, :] + tl.zeros_like(rows)[:, None], mask=present, other=0.0)
+            rounded = (rounded.to(tl.float32) + bias.to(tl.float32)).to(rounded.dtype)
+        gates, ups = tl.split(tl.reshape(rounded, [ROWS, COLUMNS // 2, 2]))
+        pairs = column // 2 + tl.arange(0, COLUMNS // 2)
+        present = is_row[:, None] & (pairs < num_columns // 2)[None, :]
+        out_ptrs = out_ptr + rows[:, None].to(tl.int64) * out_stride + pairs[None, :]
+        tl.store(out_ptrs, gate_by(gates, ups, ACTIVATION), mask=present)
 
 
 class Counters:
@@ -156,13 +171,27 @@ def split_depth_of(num_columns: int, depth: int) -> int:
 
 
 def linear(
-    states: Tensor, matrix: Tensor, bias: Tensor | None, residual: Tensor | None, out: Tensor, counters: Counters
+    states: Tensor,
+    matrix: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    out: Tensor,
+    counters: Counters,
+    activation: Activation | None = None,
 ) -> Tensor:
-    """Implements `kernels.backend.Backend.linear` for a plain matrix, on the current GPU; `out` may be float32."""
+    """Implements `kernels.backend.Backend.linear` for a plain matrix, on the current GPU; `out` may be float32.
+
+    activation: the matrix is `in_turns`, and the product is gated.
+    """
     if len(states):
         tile = choose_ordered_tile(states.device, states.dtype, num_splits_of(matrix), len(states))
-        multiply(states, matrix, bias, residual, out, counters, tile)
+        multiply(states, matrix, bias, residual, out, counters, tile, activation)
     return out
+
+
+def in_turns(gate_up: Tensor) -> Tensor:
+    """Copies a matrix of gates, then ups, [2 * columns, depth], to one of a gate and its up in turns."""
+    return torch.stack(gate_up.chunk(2), 1).flatten(0, 1)
 
 
 def num_splits_of(matrix: Tensor) -> int:
@@ -179,8 +208,9 @@ def multiply(
     out: Tensor,
     counters: Counters,
     tile: OrderedTile,
+    activation: Activation | None = None,
 ) -> None:
-    """Multiplies with a tile; a row has the same bits with each tile."""
+    """Multiplies with a tile; a row has the same bits with each tile. activation: as of `linear`."""
     (num_rows, depth), num_columns, num_splits = states.shape, len(matrix), num_splits_of(matrix)
     num_tiles = triton.cdiv(num_rows, tile.rows) * triton.cdiv(num_columns, tile.columns)
     at_once = num_splits > 1 and num_rows <= MAX_SPLIT_ROWS and num_tiles <= MAX_TILES
@@ -211,6 +241,7 @@ def multiply(
         GROUP=ROWS_AT_ONCE,
         IS_TURNED=tile.is_turned,
         IS_DESCRIBED=is_described,
+        ACTIVATION=None if activation is None else activation.value,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
         **OPTIONS,

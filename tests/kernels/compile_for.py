@@ -24,6 +24,7 @@ from triton.compiler import ASTSource
 from kernels import checksums, row_operations
 from kernels.attention import decode, int4_pages, paged
 from kernels.attention.prompts import tokens_of
+from kernels.backend import Activation
 from kernels.cpu.checksums import CHUNK_WORDS, PIECE_CHUNKS, ROW_WORDS
 from kernels.products import experts, ordered
 from kernels.quantized import products
@@ -251,7 +252,12 @@ def compile_products(
 
 
 def compile_ordered(
-    architecture: str, kind: str, num_splits: int, dtype: str, tile: OrderedTile | None = None
+    architecture: str,
+    kind: str,
+    num_splits: int,
+    dtype: str,
+    tile: OrderedTile | None = None,
+    activation: Activation | None = None,
 ) -> Compiled:
     """Compiles products of one order: splits of few rows in a program each, of many in one program."""
     tile = tile or find_ordered_tile(architecture, kind, num_splits)
@@ -264,8 +270,9 @@ def compile_ordered(
     constants: dict[str, Any] = {} if adds else {"partial_ptr": None, "counters_ptr": None}
     constants |= {"IS_ALONE": adds or num_splits == 1, "ROWS": tile.rows, "COLUMNS": tile.columns, "STEP": tile.step}
     constants |= {"GROUP": ordered.ROWS_AT_ONCE, "IS_TURNED": tile.is_turned, "IS_DESCRIBED": is_described}
+    constants["ACTIVATION"] = None if activation is None else activation.value
     options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages, **products_options(architecture)}
-    name = f"{ORDERED} {kind} {num_splits}"
+    name = f"{ORDERED} {kind} {num_splits}" + ("" if activation is None else f" {activation.name}")
     return compile_kernel(architecture, ordered.multiply_in_order, name, dtype, options, None, types, **constants)
 
 
@@ -334,6 +341,8 @@ def compile_case(case: str) -> Iterator[Compiled]:
         yield compile_attention(architecture, role, kind, int(head_dim), dtype)  # type: ignore[arg-type]
     elif role == ORDERED:
         yield compile_ordered(architecture, kind, int(head_dim), dtype)
+        if head_dim == "1":
+            yield compile_ordered(architecture, kind, 1, dtype, activation=Activation.SILU)
     elif role == PRODUCTS:
         yield from compile_products(architecture, kind, int(head_dim), dtype)
     else:

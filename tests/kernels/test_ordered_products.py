@@ -11,7 +11,7 @@ from torch import Tensor
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 from kernels import tiles
-from kernels.backend import Weight
+from kernels.backend import Activation, Weight
 from kernels.products import ordered
 from kernels.products.ordered import Counters, num_splits_of, split_depth_of
 from kernels.triton_backend import ExactBackend
@@ -70,6 +70,19 @@ def test_splits_of_the_depth_are_added_up(dtype: torch.dtype, num_rows: int) -> 
     """The last split is shorter; at 140 rows one program has all of them."""
     assert num_splits_of(draw(dtype, 20, 300)) == 2
     check(num_rows, 20, 300, dtype)
+
+
+@pytest.mark.usefixtures("small_splits")
+@each_dtype
+@pytest.mark.parametrize("activation", Activation)
+@pytest.mark.parametrize("num_rows", [1, 20, 70, 140])
+def test_a_gated_product_is_the_gate_of_a_product(dtype: torch.dtype, activation: Activation, num_rows: int) -> None:
+    """Gates and ups are in turns in the matrix; both the depth and the columns are cut."""
+    states, matrix, bias = draw(dtype, num_rows, 300), draw(dtype, 2 * 77, 300), draw(dtype, 2 * 77)
+    for given_bias in (None, bias):
+        gated = BACKEND.gated_linear(states, BACKEND.pack_gated(matrix), given_bias, activation)
+        expected = BACKEND.gate(BACKEND.linear(states, BACKEND.pack(matrix), given_bias), activation)
+        assert torch.equal(gated, expected)
 
 
 @settings(deadline=None, max_examples=15)
