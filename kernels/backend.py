@@ -291,7 +291,10 @@ class Backend(Protocol):
         product: Tensor | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
-        """Returns `gate` of `linear`. weight: of `pack_gated` or `pack_codes`. product: takes what `linear` returns."""
+        """Returns `gate` of `linear`.
+
+        weight: a matrix that `pack_gated` or `pack_codes` has packed. product: takes what `linear` returns.
+        """
 
     def experts(self, weights: Sequence[Weight]) -> Experts:
         """Lists a layer's matrices, one for each expert; copies none. Raises ValueError for unlike ones."""

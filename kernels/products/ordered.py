@@ -210,7 +210,7 @@ def multiply(
     tile: OrderedTile,
     activation: Activation | None = None,
 ) -> None:
-    """Multiplies with a tile; a row has the same bits with each tile. activation: as of `linear`."""
+    """Multiplies with a tile, and gates as `linear` does; a row has the same bits with each tile."""
     (num_rows, depth), num_columns, num_splits = states.shape, len(matrix), num_splits_of(matrix)
     num_tiles = triton.cdiv(num_rows, tile.rows) * triton.cdiv(num_columns, tile.columns)
     at_once = num_splits > 1 and num_rows <= MAX_SPLIT_ROWS and num_tiles <= MAX_TILES
