@@ -5,6 +5,7 @@
     python3 benchmarks/gpu_lab.py splits        decoding rows cut into fewer splits, or more
     python3 benchmarks/gpu_lab.py products      products of one order beside cuBLAS; bits of a row among others
     python3 benchmarks/gpu_lab.py exact         steps and a prompt of 8B with these products and with cuBLAS's
+    python3 benchmarks/gpu_lab.py dependent     steps of 8B whose launches overlap the kernel before them; their tokens
     python3 benchmarks/gpu_lab.py attention     prompts by candidates beside cuDNN's and the product's own
     python3 benchmarks/gpu_lab.py small_kv      decoding over int8 and fp8 by tile, widened by a cast and by integers
     python3 benchmarks/gpu_lab.py pages         pages to pinned memory with sums of each, beside copies and a product
@@ -38,7 +39,7 @@ from benchmarks.gpu_prototypes import (
     sum_and_copy,
 )
 from benchmarks.gpu_timing import time_in_turn
-from kernels import tiles
+from kernels import dependent_launch, tiles
 from kernels.backend import KVPages
 from kernels.products import ordered
 
@@ -59,6 +60,15 @@ PRODUCT_TILES = {
 """Candidates by numbers of rows. No loop is split over warps: with one, Triton 3.6's product hung."""
 NUM_ROWS = {1: 16, 16: 16, 64: 64, 128: 128, 256: 256, 2048: 2048}
 """Rows, with their candidates."""
+LAUNCHES = {
+    "ordinary": (False, 0),
+    "dependent": (True, 0),
+    "512 places fetched": (True, 512),
+    "1,024 places fetched": (True, 1024),
+}
+"""Whether launches are dependent ones, and what each split of a product has in the cache before it waits."""
+NUM_COMPARED = 20
+"""Steps whose tokens are compared."""
 NUM_BLOCKS, BLOCK_BYTES = 256, 2 << 20
 SQUARE = 4096
 """The size of products beside hand-offs."""
@@ -72,7 +82,9 @@ def main() -> int:
         print("no CUDA device here: nothing to measure")
         return 0
     triton.set_allocator(lambda size, _alignment, _stream: torch.empty(size, dtype=torch.int8, device="cuda"))
-    questions = {one.__name__: one for one in (step, prompt, splits, products, exact, attention, small_kv, pages)}
+    questions = {
+        one.__name__: one for one in (step, prompt, splits, products, exact, dependent, attention, small_kv, pages)
+    }
     for name in sys.argv[1:] or questions:
         for line in questions[name]():
             print(line, flush=True)
@@ -234,6 +246,45 @@ def _compile_products() -> Iterator[str]:
     yield f"{len(launches.signatures)} kernels compiled in {time.monotonic() - began_s:.1f} s"
 
 
+def dependent() -> Iterator[str]:
+    """Times decode steps of 8B with ordinary launches and with dependent ones, and compares their tokens."""
+    from benchmarks.gpu_engine import LARGE, Load, compile_all, make_decoder
+    from kernels.triton_backend import ExactBackend, TritonBackend
+
+    for backend, chosen in ((ExactBackend(), LAUNCHES), (TritonBackend(), [*LAUNCHES][:2])):
+        expected: dict[tuple[int, int], object] = {}
+        for name in chosen:
+            is_on, fetched = LAUNCHES[name]
+            with (
+                mock.patch.object(dependent_launch, "IS_ON", is_on),
+                mock.patch.object(ordered, "FETCHED_DEPTH", fetched),
+            ):
+                torch.manual_seed(0)
+                model = make_decoder(LARGE, backend)
+                compile_all(model)
+                for num_seqs, context_len in STEPS:
+                    load = Load(model, num_seqs * (context_len + 256))
+                    seconds = _time_steps(load, num_seqs, context_len)
+                    tokens = [load.core.step().token_ids for _ in range(NUM_COMPARED)]
+                    is_same = tokens == expected.setdefault((num_seqs, context_len), tokens)
+                    told = "" if is_same else ", OTHER TOKENS"
+                    yield f"{backend.name}, {name}, {num_seqs} x {context_len}: {seconds * 1e6:.0f} us a step{told}"
+                    del load
+                    torch.cuda.empty_cache()
+                del model
+                torch.cuda.empty_cache()
+
+
+def _time_steps(load: Any, num_seqs: int, context_len: int) -> float:
+    """Starts sequences; returns the median seconds of a step of all of them."""
+    for _ in range(num_seqs):
+        load.add(context_len, 100)
+    while load.step()[1] < num_seqs:
+        pass
+    seconds: Sequence[float] = [load.step()[0] for _ in range(40)]
+    return median(seconds[8:])
+
+
 def exact() -> Iterator[str]:
     """Times decode steps and a prompt of 8B with products of one order and with cuBLAS's, in turn."""
     from benchmarks.gpu_engine import LARGE, Load, compile_all, make_decoder, run_prompt
@@ -247,11 +298,7 @@ def exact() -> Iterator[str]:
         medians = {}
         for name, model in models.items():
             load = Load(model, num_seqs * (context_len + 256))
-            for _ in range(num_seqs):
-                load.add(context_len, 100)
-            while load.step()[1] < num_seqs:
-                pass
-            medians[name] = median([load.step()[0] for _ in range(40)][8:])
+            medians[name] = _time_steps(load, num_seqs, context_len)
             del load
             torch.cuda.empty_cache()
         library, ours = medians.values()

@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from kernels.dependent_launch import dependent, fetch_to_cache, wait_for_earlier
 from kernels.quantized.products import OPTIONS, write_rows
 from kernels.tiles import OrderedTile, architecture_of, choose_ordered_tile
 
@@ -31,6 +32,8 @@ WITH_DESCRIPTORS = ("sm_90", "sm_100")
 """Architectures that load tiles by a tensor's descriptor (TMA)."""
 ALIGNED_BYTES = 16
 """The alignment of a descriptor's rows."""
+FETCHED_DEPTH = 512
+"""The places of each split that a dependent launch of few rows has the L2 cache read before it waits, or 0."""
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_splits", "num_own"])
@@ -42,6 +45,7 @@ def multiply_in_order(
     out_ptr,  # [num_rows, num_columns]
     partial_ptr,  # [num_splits, tiles, ROWS * COLUMNS] float32, or None where a program has all splits
     counters_ptr,  # [tiles] int32, zeros before and after, or None likewise
+    fetched_ptr,  # the weights, of 2 bytes, of which each split's first FETCHED places go to the cache early, or None
     num_rows,
     num_columns,
     depth,
@@ -59,6 +63,7 @@ def multiply_in_order(
     GROUP: tl.constexpr,
     IS_TURNED: tl.constexpr,
     IS_DESCRIBED: tl.constexpr,
+    FETCHED: tl.constexpr,
 ):
     # One program has a tile of the product and one split of the depth, or all of them, one after another. IS_ALONE: it
     # has one split, and no second sum.
@@ -69,6 +74,12 @@ def multiply_in_order(
     inside = program % (GROUP * column_tiles)
     row, column = (first + inside % at_once) * ROWS, inside // at_once * COLUMNS
     rows, columns = row + tl.arange(0, ROWS), column + tl.arange(0, COLUMNS)
+    if fetched_ptr is not None:
+        fetched_depths = tl.minimum(split * split_depth + tl.arange(0, FETCHED // 32) * 32, depth - 1)
+        for place in range(column, tl.minimum(column + COLUMNS, num_columns), 16):  # few at a time, for few registers
+            fetched_columns = tl.minimum(place + tl.arange(0, 16), num_columns - 1).to(tl.int64)
+            fetch_to_cache(fetched_ptr + fetched_columns[:, None] * weights_stride + fetched_depths[None, :])
+    wait_for_earlier()
     is_row, is_column = rows < num_rows, columns < num_columns
     if not IS_DESCRIBED:
         row_ptrs = states + rows[:, None].to(tl.int64) * states_stride
@@ -186,7 +197,8 @@ def multiply(
     at_once = num_splits > 1 and num_rows <= MAX_SPLIT_ROWS and num_tiles <= MAX_TILES
     sums = num_splits * num_tiles * tile.rows * tile.columns
     operands = (states, [tile.rows, tile.step]), (matrix, [tile.columns, tile.step])
-    is_described = all(_is_described(one) for one, _ in operands)
+    is_described, options = all(_is_described(one) for one, _ in operands), dependent(OPTIONS)
+    fetches = FETCHED_DEPTH and is_described and num_rows <= MAX_SPLIT_ROWS and options is not OPTIONS
     multiply_in_order[(num_tiles, num_splits if at_once else 1)](
         *(TensorDescriptor.from_tensor(*one) if is_described else one[0] for one in operands),
         bias,
@@ -194,6 +206,7 @@ def multiply(
         out,
         states.new_empty(sums, dtype=torch.float32) if at_once else None,
         counters.here(states.device) if at_once else None,
+        matrix if fetches else None,
         num_rows,
         num_columns,
         depth,
@@ -211,9 +224,10 @@ def multiply(
         GROUP=ROWS_AT_ONCE,
         IS_TURNED=tile.is_turned,
         IS_DESCRIBED=is_described,
+        FETCHED=FETCHED_DEPTH if fetches else 0,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
-        **OPTIONS,
+        **options,
     )
 
 
