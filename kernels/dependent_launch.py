@@ -17,8 +17,6 @@ from triton.runtime import driver
 
 IS_ON = False
 """Whether launches are dependent ones: no device has timed them yet."""
-FIRST_ARCHITECTURE = 90
-"""Hopper, the first of NVIDIA's that has them."""
 
 
 def dependent(options: dict[str, Any]) -> dict[str, Any]:
@@ -28,11 +26,9 @@ def dependent(options: dict[str, Any]) -> dict[str, Any]:
 
 @cache
 def _is_possible() -> bool:
-    """Tells whether this machine's devices have dependent launches; interpreted kernels have none."""
-    if knobs.runtime.interpret:
-        return False
-    target = driver.active.get_current_target()
-    return bool(target.backend == "cuda" and target.arch >= FIRST_ARCHITECTURE)
+    """Tells whether this machine's devices have dependent launches: Hopper and later, but no interpreter."""
+    target = None if knobs.runtime.interpret else driver.active.get_current_target()
+    return target is not None and target.backend == "cuda" and target.arch >= 90
 
 
 def is_dependent(_semantic=None):

@@ -258,8 +258,9 @@ def gate(gate_up: Tensor, activation: Activation, out: Tensor | None = None) -> 
     output, num_rows = gate_up.new_empty(*rows, columns) if out is None else out, math.prod(rows)
     if num_rows:
         grid = num_rows, triton.cdiv(columns, GATED_AT_ONCE)
-        constants = {"COLUMNS": GATED_AT_ONCE, "ACTIVATION": activation.value}
-        gate_rows[grid](gate_up, output, columns, **constants, **dependent(OPTIONS))
+        gate_rows[grid](
+            gate_up, output, columns, COLUMNS=GATED_AT_ONCE, ACTIVATION=activation.value, **dependent(OPTIONS)
+        )
     return output
 
 

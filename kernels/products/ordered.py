@@ -13,7 +13,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kernels.dependent_launch import dependent, fetch_to_cache, wait_for_earlier
-from kernels.quantized.products import OPTIONS, write_rows
+from kernels.quantized.products import OPTIONS, add_up, write_rows
 from kernels.tiles import OrderedTile, architecture_of, choose_ordered_tile
 
 SPLIT_COLUMNS, WANTED_PROGRAMS, MAX_PROGRAMS = 64, 256, 512
@@ -26,6 +26,8 @@ ROWS_AT_ONCE = 8
 """Tiles of rows whose programs are neighbours, so that they find the columns in the cache."""
 MAX_SPLIT_ROWS = 128
 """The most rows whose splits have a program each, and the most sums of a row's splits: 16 MiB in all."""
+MAX_COUNTED_ROWS = MAX_SPLIT_ROWS
+"""The most rows whose splits are added in the same launch: more have a launch of their own for it."""
 MAX_TILES, MAX_STREAMS = 1024, 128
 """The most tiles whose splits have a program each, and the most streams of a device that launch products."""
 WITH_DESCRIPTORS = ("sm_90", "sm_100")
@@ -36,14 +38,14 @@ FETCHED_DEPTH = 512
 """The places of each split that a dependent launch of few rows has the L2 cache read before it waits, or 0."""
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_splits", "num_own"])
+@triton.jit(do_not_specialize=["num_rows", "num_splits", "num_own", "out_split_stride"])
 def multiply_in_order(
     states,  # [num_rows, depth], a descriptor or a pointer
     weights,  # [num_columns, depth], likewise
     bias_ptr,  # [num_columns], or None
     residual_ptr,  # [num_rows, num_columns], or None
-    out_ptr,  # [num_rows, num_columns]
-    partial_ptr,  # [num_splits, tiles, ROWS * COLUMNS] float32, or None where a program has all splits
+    out_ptr,  # [num_rows, num_columns]; of splits that another launch adds, float32 [num_splits, num_rows, num_columns]
+    partial_ptr,  # [num_splits, tiles, ROWS * COLUMNS] float32, or None where this launch adds no others' splits
     counters_ptr,  # [tiles] int32, zeros before and after, or None likewise
     fetched_ptr,  # the weights, of 2 bytes, of which each split's first FETCHED places go to the cache early, or None
     num_rows,
@@ -56,6 +58,7 @@ def multiply_in_order(
     weights_stride,
     residual_stride,
     out_stride,
+    out_split_stride,
     IS_ALONE: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -128,6 +131,7 @@ def multiply_in_order(
     if IS_TURNED:
         total = tl.trans(total)
     present = is_row[:, None] & is_column[None, :]
+    out_ptr += split.to(tl.int64) * out_split_stride
     write_rows(total, bias_ptr, residual_ptr, out_ptr, rows, columns, present, residual_stride, out_stride)
 
 
@@ -195,17 +199,18 @@ def multiply(
     (num_rows, depth), num_columns, num_splits = states.shape, len(matrix), num_splits_of(matrix)
     num_tiles = triton.cdiv(num_rows, tile.rows) * triton.cdiv(num_columns, tile.columns)
     at_once = num_splits > 1 and num_rows <= MAX_SPLIT_ROWS and num_tiles <= MAX_TILES
-    sums = num_splits * num_tiles * tile.rows * tile.columns
+    counts, adds_apart = at_once and num_rows <= MAX_COUNTED_ROWS, at_once and num_rows > MAX_COUNTED_ROWS
+    shape = (num_tiles, tile.rows * tile.columns) if counts else (num_rows, num_columns)
+    partial = states.new_empty(num_splits if at_once else 0, *shape, dtype=torch.float32)
+    added = (None, None, partial[0]) if adds_apart else (bias, residual, out)
     operands = (states, [tile.rows, tile.step]), (matrix, [tile.columns, tile.step])
     is_described, options = all(_is_described(one) for one, _ in operands), dependent(OPTIONS)
     fetches = FETCHED_DEPTH and is_described and num_rows <= MAX_SPLIT_ROWS and options is not OPTIONS
     multiply_in_order[(num_tiles, num_splits if at_once else 1)](
         *(TensorDescriptor.from_tensor(*one) if is_described else one[0] for one in operands),
-        bias,
-        residual,
-        out,
-        states.new_empty(sums, dtype=torch.float32) if at_once else None,
-        counters.here(states.device) if at_once else None,
+        *added,
+        partial if counts else None,
+        counters.here(states.device) if counts else None,
         matrix if fetches else None,
         num_rows,
         num_columns,
@@ -216,7 +221,8 @@ def multiply(
         states.stride(0),
         matrix.stride(0),
         0 if residual is None else residual.stride(0),
-        out.stride(0),
+        added[-1].stride(0),
+        partial.stride(0) if adds_apart else 0,
         IS_ALONE=at_once or num_splits == 1,
         ROWS=tile.rows,
         COLUMNS=tile.columns,
@@ -229,6 +235,8 @@ def multiply(
         num_stages=tile.num_stages,
         **options,
     )
+    if adds_apart:
+        add_up(partial, bias, residual, out)
 
 
 def _is_described(matrix: Tensor) -> bool:

@@ -412,14 +412,20 @@ def multiply_part(states: Tensor, part: Part, bias: Tensor | None, residual: Ten
         return
     partial = states.new_empty(num_splits, num_rows, part.columns, dtype=torch.float32)
     _launch(states, part, tile, num_splits, None, None, partial[0])
-    add_splits[(num_rows, triton.cdiv(part.columns, MERGED_AT_ONCE))](
+    add_up(partial, bias, residual, out)
+
+
+def add_up(partial: Tensor, bias: Tensor | None, residual: Tensor | None, out: Tensor) -> None:
+    """Adds splits, float32 [num_splits, num_rows, columns], in order, then a bias and a residual, on this GPU."""
+    num_splits, num_rows, columns = partial.shape
+    add_splits[(num_rows, triton.cdiv(columns, MERGED_AT_ONCE))](
         partial,
         bias,
         residual,
         out,
         num_splits,
         num_rows,
-        part.columns,
+        columns,
         0 if residual is None else residual.stride(0),
         out.stride(0),
         COLUMNS=MERGED_AT_ONCE,
