@@ -41,9 +41,9 @@ from benchmarks.gpu_prototypes import (
     sum_and_copy,
 )
 from benchmarks.gpu_timing import time_in_turn
-from kernels import dependent_launch, tiles
+from kernels import tiles
 from kernels.backend import KVPages
-from kernels.products import ordered
+from kernels.products import dependent_launch, ordered
 
 Work = Callable[[], object]
 STEPS = [(1, 1024), (16, 1024), (64, 2048)]
@@ -204,7 +204,7 @@ def splits() -> Iterator[str]:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A tile and a number of splits of the depth. way: of WAYS, how the splits are added."""
+    """A tile and a number of splits of the depth. way: the key of WAYS that says how splits are added."""
 
     tile: tuple[int, int, int, int, int]
     num_splits: int

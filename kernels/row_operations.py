@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kernels.attention.int4_pages import flaws
 from kernels.backend import LARGEST_CODE, Activation, Angles, Heads, KVPages
-from kernels.dependent_launch import dependent, wait_for_earlier
+from kernels.products.dependent_launch import dependent, wait_for_earlier
 
 OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
 HEADS_AT_ONCE = 8

@@ -13,7 +13,7 @@ from torch import Tensor
 from kernels.attention import paged
 from kernels.attention.paged import FUSING, find_split_len
 from kernels.backend import AttentionVariant, KVPages
-from kernels.dependent_launch import dependent, wait_for_earlier
+from kernels.products.dependent_launch import dependent, wait_for_earlier
 from kernels.tiles import choose_tile
 
 

@@ -6,7 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.backend import KVPages
-from kernels.dependent_launch import dependent, wait_for_earlier
+from kernels.products.dependent_launch import dependent, wait_for_earlier
 
 LAUNCH_OPTIONS = {"num_warps": 4, "enable_fp_fusion": True}
 

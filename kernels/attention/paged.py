@@ -13,7 +13,7 @@ from torch import Tensor
 from kernels.attention.int4_pages import load_tile
 from kernels.attention.widening import widen, widens_by_integers
 from kernels.backend import AttentionVariant, KVPages
-from kernels.dependent_launch import dependent, wait_for_earlier
+from kernels.products.dependent_launch import dependent, wait_for_earlier
 from kernels.tiles import Tile
 
 LOG2_E = tl.constexpr(1.4426950408889634)

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.backend import Experts
-from kernels.dependent_launch import dependent, wait_for_earlier
+from kernels.products.dependent_launch import dependent, wait_for_earlier
 from kernels.routing import Routing
 
 COLUMNS, DEPTH, COMBINED_AT_ONCE = 64, 64, 512

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from kernels.dependent_launch import dependent, fetch_to_cache, wait_for_earlier
+from kernels.products.dependent_launch import dependent, fetch_to_cache, wait_for_earlier
 from kernels.quantized.products import OPTIONS, add_up, write_rows
 from kernels.tiles import OrderedTile, architecture_of, choose_ordered_tile
 

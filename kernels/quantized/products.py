@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.dependent_launch import dependent, wait_for_earlier
+from kernels.products.dependent_launch import dependent, wait_for_earlier
 from kernels.quantized.codebook import Codebook
 from kernels.quantized.device_layout import PLANE, CodedWeight, Part
 from kernels.tiles import Tile, choose_product_tile, find_widened_rows

@@ -6,8 +6,8 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
-from kernels import dependent_launch
-from kernels.dependent_launch import dependent
+from kernels.products import dependent_launch
+from kernels.products.dependent_launch import dependent
 from tests.kernels.no_device import NoDevice
 
 OPTIONS = {"num_warps": 4}
@@ -25,7 +25,7 @@ def test_launches_are_dependent_from_hopper_on(
 ) -> None:
     monkeypatch.setattr(knobs.runtime, "interpret", False)
     monkeypatch.setattr(driver, "_active", NoDevice(target))
-    monkeypatch.setattr(dependent_launch, "_is_possible", dependent_launch._is_possible.__wrapped__)
+    monkeypatch.setattr(dependent_launch, "is_possible", dependent_launch.is_possible.__wrapped__)
     assert dependent(OPTIONS) == OPTIONS
     monkeypatch.setattr(dependent_launch, "IS_ON", True)
     assert ("launch_pdl" in dependent(OPTIONS)) is is_possible

@@ -30,9 +30,9 @@ from engine.schedule.continuous_batcher import ContinuousBatcher
 from engine.speculation.speculator import NgramProposer, Speculator
 from engine.warm.compiling import Launches, Signature
 from engine.warm.warming import limits_of, make_programs, note_kernels
-from kernels import checksums, dependent_launch, row_operations
+from kernels import checksums, row_operations
 from kernels.backend import KVPages
-from kernels.products import ordered
+from kernels.products import dependent_launch, ordered
 from kernels.quantized import products
 from kernels.triton_backend import ExactBackend, TritonBackend
 from kv_store.device_pool import COPIED_AT_ONCE, DevicePool

@@ -21,11 +21,11 @@ IS_ON = False
 
 def dependent(options: dict[str, Any]) -> dict[str, Any]:
     """Adds to the options of a launch, where kernels are on, that it is a dependent one."""
-    return options | {"launch_pdl": True} if IS_ON and _is_possible() else options
+    return options | {"launch_pdl": True} if IS_ON and is_possible() else options
 
 
 @cache
-def _is_possible() -> bool:
+def is_possible() -> bool:
     """Tells whether this machine's devices have dependent launches: Hopper and later, but no interpreter."""
     target = None if knobs.runtime.interpret else driver.active.get_current_target()
     return target is not None and target.backend == "cuda" and target.arch >= 90
