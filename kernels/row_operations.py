@@ -13,6 +13,7 @@ from torch import Tensor
 
 from kernels.attention.int4_pages import flaws
 from kernels.backend import LARGEST_CODE, Activation, Angles, Heads, KVPages
+from kernels.products.dependent_launch import dependent, wait_for_earlier
 
 OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
 HEADS_AT_ONCE = 8
@@ -33,6 +34,7 @@ def normalize(
     PADDED_COLUMNS: tl.constexpr,
 ):
     # One program normalizes one row.
+    wait_for_earlier()
     row = tl.program_id(0).to(tl.int64)
     places = tl.arange(0, PADDED_COLUMNS)
     present = places < columns
@@ -74,6 +76,7 @@ def gate_rows(
     ACTIVATION: tl.constexpr,  # as `Activation` numbers them
 ):
     # One program gates COLUMNS numbers of one row.
+    wait_for_earlier()
     row = tl.program_id(0).to(tl.int64)
     places = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     present = places < columns
@@ -137,6 +140,7 @@ def rotate_and_write_heads(
     LARGEST: tl.constexpr,
 ):
     # One program takes HEADS heads of one row: normalizes and rotates queries and keys, writes keys and values.
+    wait_for_earlier()
     row = tl.program_id(0).to(tl.int64)
     heads = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     HALF: tl.constexpr = HEAD_DIM // 2
@@ -204,6 +208,7 @@ def find_likeliest(
     COLUMNS: tl.constexpr,
 ):
     # One program finds the place of the greatest number of one row, the first among equals; -1 if a number is none.
+    wait_for_earlier()
     row = tl.program_id(0).to(tl.int64)
     lanes = tl.arange(0, COLUMNS)
     greatest = tl.full([COLUMNS], float("-inf"), tl.float32)
@@ -232,7 +237,7 @@ def likeliest(logits: Tensor) -> Tensor:
     tokens = logits.new_empty(num_rows, dtype=torch.int64)
     if num_rows:
         at_once = min(LIKELIEST_AT_ONCE, triton.next_power_of_2(columns))
-        options = OPTIONS | {"num_warps": 16}
+        options = dependent(OPTIONS) | {"num_warps": 16}
         find_likeliest[(num_rows,)](logits, tokens, logits.stride(0), columns, COLUMNS=at_once, **options)
     return tokens
 
@@ -245,7 +250,7 @@ def rms_norm(
     output = torch.empty_like(states, memory_format=torch.contiguous_format) if out is None else out
     if num_rows:
         padded = triton.next_power_of_2(columns)
-        options = OPTIONS | {"num_warps": min(16, max(1, padded // 512))}
+        options = dependent(OPTIONS) | {"num_warps": min(16, max(1, padded // 512))}
         strides = states.stride(0), output.stride(0)
         normalize[(num_rows,)](
             states, weight, residual, output, *strides, columns, eps, PADDED_COLUMNS=padded, **options
@@ -259,7 +264,9 @@ def gate(gate_up: Tensor, activation: Activation, out: Tensor | None = None) -> 
     output, num_rows = gate_up.new_empty(*rows, columns) if out is None else out, math.prod(rows)
     if num_rows:
         grid = num_rows, triton.cdiv(columns, GATED_AT_ONCE)
-        gate_rows[grid](gate_up, output, columns, COLUMNS=GATED_AT_ONCE, ACTIVATION=activation.value, **OPTIONS)
+        gate_rows[grid](
+            gate_up, output, columns, COLUMNS=GATED_AT_ONCE, ACTIVATION=activation.value, **dependent(OPTIONS)
+        )
     return output
 
 
@@ -293,6 +300,6 @@ def rotate_and_write(qkv: Tensor, heads: Heads, angles: Angles, pages: KVPages, 
             HEADS=HEADS_AT_ONCE,
             PADDED_HALF=triton.next_power_of_2(heads.size // 2),
             LARGEST=LARGEST_CODE.get(target.dtype, 0.0),
-            **OPTIONS,
+            **dependent(OPTIONS),
         )
     return qkv.view(len(qkv), num_all, heads.size)[:, : heads.num_queries]

@@ -13,6 +13,7 @@ from torch import Tensor
 from kernels.attention import paged
 from kernels.attention.paged import FUSING, find_split_len
 from kernels.backend import AttentionVariant, KVPages
+from kernels.products.dependent_launch import dependent, wait_for_earlier
 from kernels.tiles import choose_tile
 
 
@@ -30,6 +31,7 @@ def merge_splits(
     MIN_SPLIT_LEN: tl.constexpr,
 ):
     # One program merges the splits of one head of one sequence, as many as its length has.
+    wait_for_earlier()
     seq, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     visible = tl.minimum(tl.load(context_lens_ptr + seq), window)
     split_len = find_split_len(visible, MAX_SPLITS, MIN_SPLIT_LEN)
@@ -108,6 +110,6 @@ def paged_decode_attention(
             MAX_SPLITS=paged.MAX_SPLITS,
             MIN_SPLIT_LEN=paged.MIN_SPLIT_LEN,
             num_warps=4,
-            **FUSING,
+            **dependent(FUSING),
         )
     return output

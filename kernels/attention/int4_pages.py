@@ -6,6 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.backend import KVPages
+from kernels.products.dependent_launch import dependent, wait_for_earlier
 
 LAUNCH_OPTIONS = {"num_warps": 4, "enable_fp_fusion": True}
 
@@ -53,6 +54,7 @@ def close_block(
     PADDED_HALF: tl.constexpr,
 ):
     # One program quantizes the keys and values of one head of the block whose last slot a token has taken.
+    wait_for_earlier()
     slot = tl.load(slot_mapping_ptr + tl.program_id(0).to(tl.int64))
     kv_head = tl.program_id(1).to(tl.int64)
     if slot < 0 or slot % BLOCK_SIZE != BLOCK_SIZE - 1:
@@ -135,5 +137,5 @@ def close_blocks(pages: KVPages, slot_mapping: Tensor) -> None:
         BLOCK_SIZE=block_size,
         PADDED_BLOCK=triton.next_power_of_2(block_size),
         PADDED_HALF=triton.next_power_of_2(half),
-        **LAUNCH_OPTIONS,
+        **dependent(LAUNCH_OPTIONS),
     )

@@ -13,6 +13,7 @@ from torch import Tensor
 from kernels.attention.int4_pages import load_tile
 from kernels.attention.widening import widen, widens_by_integers
 from kernels.backend import AttentionVariant, KVPages
+from kernels.products.dependent_launch import dependent, wait_for_earlier
 from kernels.tiles import Tile
 
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -94,6 +95,7 @@ def attend(
     BY_INTEGERS: tl.constexpr,
 ):
     # One program attends with TOKENS tokens of a sequence, in the heads of one KV head, over one split of its context.
+    wait_for_earlier()
     kv_head = tl.program_id(HEAD_AXIS)
     split = tl.program_id(2)
     num_heads = tl.num_programs(HEAD_AXIS) * GROUP_SIZE
@@ -308,7 +310,7 @@ def launch(
         BY_INTEGERS=cu_query_lens is None and widens_by_integers(query),  # prompts would spill on sm_80
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
-        **FUSING,
+        **dependent(FUSING),
     )
 
 

@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.backend import Experts
+from kernels.products.dependent_launch import dependent, wait_for_earlier
 from kernels.routing import Routing
 
 COLUMNS, DEPTH, COMBINED_AT_ONCE = 64, 64, 512
@@ -36,6 +37,7 @@ def multiply_by_expert(
     DEPTH: tl.constexpr,
 ):
     # One program multiplies ROWS rows of one expert by COLUMNS columns of its matrix.
+    wait_for_earlier()
     tile_ptr = tiles_ptr + tl.program_id(0) * 3
     expert, begin, end = tl.load(tile_ptr), tl.load(tile_ptr + 1), tl.load(tile_ptr + 2)
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
@@ -71,6 +73,7 @@ def combine_rows(
     COLUMNS: tl.constexpr,
 ):
     # One program adds up COLUMNS numbers of one token, in the order of its rows.
+    wait_for_earlier()
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     present = columns < num_columns
@@ -121,7 +124,7 @@ def expert_linear(states: Tensor, experts: Experts, routing: Routing, bias: Tens
             COLUMNS=COLUMNS,
             DEPTH=DEPTH,
             num_warps=4,
-            **OPTIONS,
+            **dependent(OPTIONS),
         )
     return out
 
@@ -139,7 +142,6 @@ def combine(rows: Tensor, routing: Routing, residual: Tensor | None = None, out:
             num_chosen,
             columns,
             COLUMNS=COMBINED_AT_ONCE,
-            num_warps=4,
-            enable_fp_fusion=False,
+            **dependent({"num_warps": 4, "enable_fp_fusion": False}),
         )
     return output

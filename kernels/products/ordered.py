@@ -13,7 +13,8 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kernels.backend import Activation
-from kernels.quantized.products import OPTIONS, write_rows
+from kernels.products.dependent_launch import dependent, fetch_to_cache, wait_for_earlier
+from kernels.quantized.products import OPTIONS, add_up, write_rows
 from kernels.row_operations import gate_by
 from kernels.tiles import OrderedTile, architecture_of, choose_ordered_tile
 
@@ -27,23 +28,28 @@ ROWS_AT_ONCE = 8
 """Tiles of rows whose programs are neighbours, so that they find the columns in the cache."""
 MAX_SPLIT_ROWS = 128
 """The most rows whose splits have a program each, and the most sums of a row's splits: 16 MiB in all."""
+MAX_COUNTED_ROWS = MAX_SPLIT_ROWS
+"""The most rows whose splits are added in the same launch: more have a launch of their own for it."""
 MAX_TILES, MAX_STREAMS = 1024, 128
 """The most tiles whose splits have a program each, and the most streams of a device that launch products."""
 WITH_DESCRIPTORS = ("sm_90", "sm_100")
 """Architectures that load tiles by a tensor's descriptor (TMA)."""
 ALIGNED_BYTES = 16
 """The alignment of a descriptor's rows."""
+FETCHED_DEPTH = 512
+"""The places of each split that a dependent launch of few rows has the L2 cache read before it waits, or 0."""
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_splits", "num_own"])
+@triton.jit(do_not_specialize=["num_rows", "num_splits", "num_own", "out_split_stride"])
 def multiply_in_order(
     states,  # [num_rows, depth], a descriptor or a pointer
     weights,  # [num_columns, depth], likewise
     bias_ptr,  # [num_columns], or None
     residual_ptr,  # [num_rows, num_columns], or None
-    out_ptr,  # [num_rows, num_columns]
-    partial_ptr,  # [num_splits, tiles, ROWS * COLUMNS] float32, or None where a program has all splits
+    out_ptr,  # [num_rows, num_columns]; of splits that another launch adds, float32 [num_splits, num_rows, num_columns]
+    partial_ptr,  # [num_splits, tiles, ROWS * COLUMNS] float32, or None where this launch adds no others' splits
     counters_ptr,  # [tiles] int32, zeros before and after, or None likewise
+    fetched_ptr,  # the weights, of 2 bytes, of which each split's first FETCHED places go to the cache early, or None
     num_rows,
     num_columns,
     depth,
@@ -54,6 +60,7 @@ def multiply_in_order(
     weights_stride,
     residual_stride,
     out_stride,
+    out_split_stride,
     IS_ALONE: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -61,6 +68,7 @@ def multiply_in_order(
     GROUP: tl.constexpr,
     IS_TURNED: tl.constexpr,
     IS_DESCRIBED: tl.constexpr,
+    FETCHED: tl.constexpr,
     ACTIVATION: tl.constexpr,  # of a matrix of gates and ups in turns, whose product is gated; or None
 ):
     # One program has a tile of the product and one split of the depth, or all of them, one after another. IS_ALONE: it
@@ -72,6 +80,12 @@ def multiply_in_order(
     inside = program % (GROUP * column_tiles)
     row, column = (first + inside % at_once) * ROWS, inside // at_once * COLUMNS
     rows, columns = row + tl.arange(0, ROWS), column + tl.arange(0, COLUMNS)
+    if fetched_ptr is not None:
+        fetched_depths = tl.minimum(split * split_depth + tl.arange(0, FETCHED // 32) * 32, depth - 1)
+        for place in range(column, tl.minimum(column + COLUMNS, num_columns), 16):  # few at a time, for few registers
+            fetched_columns = tl.minimum(place + tl.arange(0, 16), num_columns - 1).to(tl.int64)
+            fetch_to_cache(fetched_ptr + fetched_columns[:, None] * weights_stride + fetched_depths[None, :])
+    wait_for_earlier()
     is_row, is_column = rows < num_rows, columns < num_columns
     if not IS_DESCRIBED:
         row_ptrs = states + rows[:, None].to(tl.int64) * states_stride
@@ -120,6 +134,7 @@ def multiply_in_order(
     if IS_TURNED:
         total = tl.trans(total)
     present = is_row[:, None] & is_column[None, :]
+    out_ptr += split.to(tl.int64) * out_split_stride
     if ACTIVATION is None:
         write_rows(total, bias_ptr, residual_ptr, out_ptr, rows, columns, present, residual_stride, out_stride)
     else:
@@ -214,16 +229,20 @@ def multiply(
     (num_rows, depth), num_columns, num_splits = states.shape, len(matrix), num_splits_of(matrix)
     num_tiles = triton.cdiv(num_rows, tile.rows) * triton.cdiv(num_columns, tile.columns)
     at_once = num_splits > 1 and num_rows <= MAX_SPLIT_ROWS and num_tiles <= MAX_TILES
-    sums = num_splits * num_tiles * tile.rows * tile.columns
+    adds_apart = at_once and num_rows > MAX_COUNTED_ROWS and activation is None
+    counts = at_once and not adds_apart
+    shape = (num_tiles, tile.rows * tile.columns) if counts else (num_rows, num_columns)
+    partial = states.new_empty(num_splits if at_once else 0, *shape, dtype=torch.float32)
+    added = (None, None, partial[0]) if adds_apart else (bias, residual, out)
     operands = (states, [tile.rows, tile.step]), (matrix, [tile.columns, tile.step])
-    is_described = all(_is_described(one) for one, _ in operands)
+    is_described, options = all(_is_described(one) for one, _ in operands), dependent(OPTIONS)
+    fetches = FETCHED_DEPTH and is_described and num_rows <= MAX_SPLIT_ROWS and options is not OPTIONS
     multiply_in_order[(num_tiles, num_splits if at_once else 1)](
         *(TensorDescriptor.from_tensor(*one) if is_described else one[0] for one in operands),
-        bias,
-        residual,
-        out,
-        states.new_empty(sums, dtype=torch.float32) if at_once else None,
-        counters.here(states.device) if at_once else None,
+        *added,
+        partial if counts else None,
+        counters.here(states.device) if counts else None,
+        matrix if fetches else None,
         num_rows,
         num_columns,
         depth,
@@ -233,7 +252,8 @@ def multiply(
         states.stride(0),
         matrix.stride(0),
         0 if residual is None else residual.stride(0),
-        out.stride(0),
+        added[-1].stride(0),
+        partial.stride(0) if adds_apart else 0,
         IS_ALONE=at_once or num_splits == 1,
         ROWS=tile.rows,
         COLUMNS=tile.columns,
@@ -241,11 +261,14 @@ def multiply(
         GROUP=ROWS_AT_ONCE,
         IS_TURNED=tile.is_turned,
         IS_DESCRIBED=is_described,
+        FETCHED=FETCHED_DEPTH if fetches else 0,
         ACTIVATION=None if activation is None else activation.value,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
-        **OPTIONS,
+        **options,
     )
+    if adds_apart:
+        add_up(partial, bias, residual, out)
 
 
 def _is_described(matrix: Tensor) -> bool:

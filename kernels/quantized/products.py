@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.products.dependent_launch import dependent, wait_for_earlier
 from kernels.quantized.codebook import Codebook
 from kernels.quantized.device_layout import PLANE, CodedWeight, Part
 from kernels.tiles import Tile, choose_product_tile, find_widened_rows
@@ -223,6 +224,7 @@ def multiply(
     COLUMNS: tl.constexpr,
 ):
     # One program multiplies ROWS rows by COLUMNS columns, over one split of the depth, or over all of them in order.
+    wait_for_earlier()
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     out_columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     columns = tl.minimum(out_columns, num_columns - 1)
@@ -272,6 +274,7 @@ def add_splits(
     COLUMNS: tl.constexpr,
 ):
     # One program adds the splits of COLUMNS numbers of one row, in their order.
+    wait_for_earlier()
     rows = tl.program_id(0) + tl.arange(0, 1)
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     present = (columns < num_columns)[None, :]
@@ -307,6 +310,7 @@ def widen_rows(
     ROWS: tl.constexpr,
 ):
     # One program widens one chunk of ROWS columns of a table.
+    wait_for_earlier()
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     chunk = tl.program_id(1)
     is_row = rows < num_rows
@@ -394,7 +398,7 @@ def widen_columns(part: Part, columns: Tensor | int, out: Tensor) -> None:
         ROWS=WIDENED_AT_ONCE,
         num_warps=1,
         **constants_of(part),
-        **OPTIONS,
+        **dependent(OPTIONS),
     )
 
 
@@ -408,19 +412,25 @@ def multiply_part(states: Tensor, part: Part, bias: Tensor | None, residual: Ten
         return
     partial = states.new_empty(num_splits, num_rows, part.columns, dtype=torch.float32)
     _launch(states, part, tile, num_splits, None, None, partial[0])
-    add_splits[(num_rows, triton.cdiv(part.columns, MERGED_AT_ONCE))](
+    add_up(partial, bias, residual, out)
+
+
+def add_up(partial: Tensor, bias: Tensor | None, residual: Tensor | None, out: Tensor) -> None:
+    """Adds splits, float32 [num_splits, num_rows, columns], in order, then a bias and a residual, on this GPU."""
+    num_splits, num_rows, columns = partial.shape
+    add_splits[(num_rows, triton.cdiv(columns, MERGED_AT_ONCE))](
         partial,
         bias,
         residual,
         out,
         num_splits,
         num_rows,
-        part.columns,
+        columns,
         0 if residual is None else residual.stride(0),
         out.stride(0),
         COLUMNS=MERGED_AT_ONCE,
         num_warps=4,
-        **OPTIONS,
+        **dependent(OPTIONS),
     )
 
 
@@ -478,7 +488,7 @@ def _launch(
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
         **constants_of(part),
-        **OPTIONS,
+        **dependent(OPTIONS),
     )
 
 

@@ -49,6 +49,7 @@ TARGETS = {
 }
 FIRST_WITH_FP8 = GPUTarget("cuda", 89, 32)
 """Of those with the rows of sm_80, which itself is refused fp8."""
+WITH_DEPENDENT_LAUNCHES = ("sm_90", "sm_100")
 TYPES = {
     **dict.fromkeys(("slot_mapping_ptr", "table_ptr", "order_ptr", "tiles_ptr", "tokens_ptr"), "*i64"),
     "log2_scale": "fp32",
@@ -102,6 +103,7 @@ ALIGNED = [["tt.divisibility", 16]]
 GROUP_SIZE, BLOCK_SIZE = 4, 16
 INSTRUCTION_DEPTH = re.compile(r"(?:\bmma\.sync|wgmma\.mma_async)\S*?\.m\d+n\d+k(\d+)")
 MATRIX_INSTRUCTION = re.compile(r"\bmma\.sync|wgmma\.mma_async|tcgen05\.mma|v_mfma_\w+")
+WAIT_OR_ACCESS = re.compile(r"(griddepcontrol\.wait)|\b(?:ld|st)\.global|\bcp\.async|\b(?:atom|red)\.")
 WIDE_LOAD = re.compile(
     r"cp\.async\.bulk\.tensor"
     r"|cp\.async\.cg\.shared\.global \[.*0x10|ld\.global\S*\.v4\.b32|ld\.global\S*\.v2\.b64|_load_dwordx4"
@@ -112,6 +114,7 @@ WIDE_LOAD = re.compile(
 class Compiled:
     """What came out: registers of a thread, in AMD's devices those of products too, bytes of spills and memory.
 
+    waits_first: before it touches memory, for earlier kernels.
     instructions_per_weight: of the loop of products with packed weights on NVIDIA's devices, for each weight of a
     thread; else 0.
     """
@@ -128,6 +131,7 @@ class Compiled:
     has_wide_loads: bool
     instructions_per_weight: float
     instruction_depths: list[str]
+    waits_first: bool
 
 
 def compile_kernel(
@@ -153,6 +157,8 @@ def compile_kernel(
     endings = ("_ptr", "_stride", "num_columns", "depth")
     aligned = [index for index, one in enumerate(names) if signature[one][0] == "*" or one.endswith(endings)]
     source = ASTSource(kernel, signature, constexprs=constants, attrs={(index,): ALIGNED for index in aligned})
+    if architecture in WITH_DEPENDENT_LAUNCHES and kernel is not checksums.sum_pieces:
+        options = options | {"launch_pdl": True}
     target = FIRST_WITH_FP8 if (architecture, pages) == ("sm_80", CODES["fp8"]) else TARGETS[architecture]
     compiled = triton.compile(source, target=target, options=options)
     if "cubin" in compiled.asm:
@@ -175,6 +181,7 @@ def compile_kernel(
         bool(WIDE_LOAD.search(text)),
         num_instructions,
         sorted(set(INSTRUCTION_DEPTH.findall(text))),
+        any(WAIT_OR_ACCESS.findall(text)[:1]),
     )
 
 
@@ -261,7 +268,8 @@ def compile_ordered(
 ) -> Compiled:
     """Compiles products of one order: splits of few rows in a program each, of many in one program."""
     tile = tile or find_ordered_tile(architecture, kind, num_splits)
-    adds = num_splits > 1 and KIND_TO_ROWS.get(kind, ordered.MAX_SPLIT_ROWS + 1) <= ordered.MAX_SPLIT_ROWS
+    is_few = KIND_TO_ROWS.get(kind, ordered.MAX_SPLIT_ROWS + 1) <= ordered.MAX_SPLIT_ROWS
+    adds = num_splits > 1 and is_few
     is_described = architecture in ordered.WITH_DESCRIPTORS and dtype != "fp32"
     operands = ("states", tile.rows), ("weights", tile.columns)
     types = TYPES_OF_SUMS | {
@@ -271,6 +279,8 @@ def compile_ordered(
     constants |= {"IS_ALONE": adds or num_splits == 1, "ROWS": tile.rows, "COLUMNS": tile.columns, "STEP": tile.step}
     constants |= {"GROUP": ordered.ROWS_AT_ONCE, "IS_TURNED": tile.is_turned, "IS_DESCRIBED": is_described}
     constants["ACTIVATION"] = None if activation is None else activation.value
+    fetches = is_few and is_described and architecture in WITH_DEPENDENT_LAUNCHES
+    constants |= {"FETCHED": ordered.FETCHED_DEPTH} if fetches else {"FETCHED": 0, "fetched_ptr": None}
     options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages, **products_options(architecture)}
     name = f"{ORDERED} {kind} {num_splits}" + ("" if activation is None else f" {activation.name}")
     return compile_kernel(architecture, ordered.multiply_in_order, name, dtype, options, None, types, **constants)

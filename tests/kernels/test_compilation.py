@@ -33,6 +33,7 @@ MOST_INSTRUCTIONS = {"Q4_K": 7.5, "Q6_K": 9.8, "Q8_0": 9.0, "MXFP4": 9.6}
 MAY_SPILL = {"ordered most 1": 128, "ordered most 2": 128, "products many Q6_K": 32, "ordered some 1 SILU": 64}
 MAY_SPILL |= {"products some Q4_K": 256, "products some MXFP4": 128, "products many MXFP4": 16}
 """Bytes that rows of sm_90 may spill, of tiles which an H200 has timed as the quickest."""
+MAY_SPILL |= {"ordered some 1": 160}  # behind its loop, and only where it fetches weights early
 FORMATS_OF_BITS = {"4": 2, "5": 1, "6": 1, "8": 2}
 Compiled = list[dict[str, Any]]
 
@@ -161,6 +162,14 @@ def test_products_of_few_rows_and_of_many_have_one_matrix_instruction(tiled: Com
             depths[one["architecture"]].update(one["instruction_depths"])
     assert [len(one) for one in instructions.values()] == [1] * len(PROCESSORS), instructions
     assert [depths[one] for one in ("sm_80", "sm_90")] == [{"16"}, {"16"}]
+
+
+def test_kernels_of_dependent_launches_wait_before_they_touch_memory(compiled: Compiled) -> None:
+    """Checksums have a stream of their own, and ordinary launches."""
+    waiting = {(one["architecture"], one["kernel"]) for one in compiled if one["waits_first"]}
+    others = {"sm_80", "gfx942"}
+    launched = {(one["architecture"], one["kernel"]) for one in compiled if one["architecture"] not in others}
+    assert waiting == {one for one in launched if one[1] != "sum_pieces"}
 
 
 def test_a_weight_is_widened_by_few_instructions(tiled: Compiled) -> None:

@@ -122,6 +122,20 @@ def test_a_row_has_the_same_bits_among_any_number_of_rows(
 
 
 @pytest.mark.usefixtures("small_splits")
+@pytest.mark.parametrize("num_rows", [1, 40, 128])
+def test_splits_that_a_launch_of_its_own_adds_have_the_same_bits(
+    num_rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weight, states = BACKEND.pack(draw(torch.bfloat16, 70, 600)), draw(torch.bfloat16, num_rows, 600)
+    bias, residual = draw(torch.bfloat16, 70), draw(torch.bfloat16, num_rows, 70)
+    expected = BACKEND.linear(states, weight, bias, residual)
+    monkeypatch.setattr(ordered, "MAX_COUNTED_ROWS", 0)
+    monkeypatch.setattr(Counters, "here", None)
+    assert torch.equal(BACKEND.linear(states, weight, bias, residual), expected)
+    check(num_rows, 70, 600, torch.bfloat16)
+
+
+@pytest.mark.usefixtures("small_splits")
 def test_a_product_leaves_its_counters_as_they_were() -> None:
     counters, states, matrix = Counters(), draw(torch.float16, 40, 512), draw(torch.float16, 200, 512)
     out = torch.empty(40, 200, dtype=torch.float16, device=DEVICE)

@@ -28,11 +28,11 @@ from engine.model.decoder import Decoder
 from engine.request import EngineRequest
 from engine.schedule.continuous_batcher import ContinuousBatcher
 from engine.speculation.speculator import NgramProposer, Speculator
-from engine.warm.compiling import Launches
+from engine.warm.compiling import Launches, Signature
 from engine.warm.warming import limits_of, make_programs, note_kernels
 from kernels import checksums, row_operations
 from kernels.backend import KVPages
-from kernels.products import ordered
+from kernels.products import dependent_launch, ordered
 from kernels.quantized import products
 from kernels.triton_backend import ExactBackend, TritonBackend
 from kv_store.device_pool import COPIED_AT_ONCE, DevicePool
@@ -129,6 +129,11 @@ def draw_request(draw: random.Random, known: Sequence[int]) -> EngineRequest:
     return request(prompt, settings)
 
 
+def is_dependent(signature: Signature) -> bool:
+    """Tells whether a kernel is compiled for launches that overlap the kernel before them."""
+    return bool(json.loads(signature.data)["options"]["launch_pdl"])
+
+
 def count(arch: str, kv_dtype: str, policy: str, seconds: float) -> dict[str, Any]:
     """Returns the sizes of the warmed set and of the load's, and what of the latter is outside."""
     with tempfile.TemporaryDirectory() as name:
@@ -157,6 +162,7 @@ def count(arch: str, kv_dtype: str, policy: str, seconds: float) -> dict[str, An
         "requests": num_requests,
         "passes": drawn.num_passes,
         "outside": outside,
+        "independent": sorted({one.kernel for one in seen.signatures if not is_dependent(one)}),
     }
 
 
@@ -165,6 +171,7 @@ if __name__ == "__main__":
     device.SimulatedGpu.likeliest = staticmethod(likeliest)  # type: ignore[method-assign, assignment]
     device.SimulatedGpu.sum_pages = lambda _, *tensors: checksums.sum_pages(*tensors)  # type: ignore[method-assign]
     products.MIN_SPLIT_DEPTH = ordered.MIN_SPLIT_DEPTH = 128  # so that a depth of the small model has two splits
+    dependent_launch.IS_ON = True
     driver.set_active(NoDevice(GPUTarget("cuda", 90, 32)))
     arch, kv_dtype, policy, seconds = sys.argv[1:]
     json.dump(count(arch, kv_dtype, policy, float(seconds)), sys.stdout)
