@@ -1,13 +1,13 @@
-"""The engine's own cost: Python per decoded token beside earlier code, and a step's time by operation.
+"""The engine's own cost: Python per token beside earlier code, and a step's time by operation.
 
     python benchmarks/engine.py --profile --before ../earlier
     python benchmarks/engine.py --checkpoint /path/to/a/checkpoint
     python benchmarks/engine.py --kv-dtype int8 --requests 16 --context 4096
 
---profile: microseconds per decoded token of a model that costs next to nothing, its own time subtracted; with
-`--before` also of the engine in another folder of this repository, in turns. Else: where a step of a real model spends
-its time, and the bytes a second of weights and KV over what as many threads read from memory in the same run; with
-`--kv-dtype` tokens a second with KV of that dtype and in bfloat16, in turns.
+--profile: microseconds per decoded token, and per token of a prompt, of a model that costs next to nothing, its own
+time subtracted; with `--before` also of the engine in another folder of this repository, in turns. Else: where a step
+of a real model spends its time, and the bytes a second of weights and KV over what as many threads read from memory in
+the same run; with `--kv-dtype` tokens a second with KV of that dtype and in bfloat16, in turns.
 """
 
 import argparse
@@ -41,6 +41,9 @@ from wire.sampling import SamplingParams
 
 SHAPES = ((1, 64), (32, 64), (128, 64), (512, 64), (32, 32_000))
 """Sequences, and the length of their prompts."""
+PROMPT_LENS = (128, 2048)
+"""Tokens of prompts that run alone, each in one chunk."""
+NUM_PROMPTS = 40
 BLOCK_SIZE = 16
 NUM_STEPS = 96
 """Six blocks of each sequence: the cost of a block counts as often as it arises."""
@@ -123,24 +126,42 @@ def decoding_core(model: CausalModel, num_sequences: int, prompt_len: int, num_t
     num_blocks = num_sequences * (-(-(prompt_len + num_tokens) // BLOCK_SIZE) + 1)
     batcher = ContinuousBatcher(max_step_tokens=4096 + num_sequences, max_running=num_sequences)
     core = EngineCore(model, DevicePool(model.layout, num_blocks, model.device), batcher, NoStore())
-    sampling = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
     for number in range(num_sequences):
-        prompt = tuple((number * 7 + place * place) % model.vocab_size for place in range(prompt_len))
-        root = NamespaceRoot(number.to_bytes(32, "big"))
-        core.add(
-            EngineRequest(
-                attempt_id=AttemptId(str(number)),
-                root=root,
-                prompt_ids=prompt,
-                sampling=sampling,
-                choices=(ChoiceSoFar(0),),
-            )
-        )
+        core.add(_request(model, number, prompt_len, num_tokens))
     while core.stats().generated_tokens < num_sequences:
         core.step()
     while core.stats().num_waiting or core.stats().computed_prompt_tokens < num_sequences * prompt_len:
         core.step()
     return core
+
+
+def _request(model: CausalModel, number: int, prompt_len: int, num_tokens: int) -> EngineRequest:
+    """Makes a request that shares no block with one of another number."""
+    return EngineRequest(
+        attempt_id=AttemptId(str(number)),
+        root=NamespaceRoot(number.to_bytes(32, "big")),
+        prompt_ids=tuple((number * 7 + place * place) % model.vocab_size for place in range(prompt_len)),
+        sampling=SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True),
+        choices=(ChoiceSoFar(0),),
+    )
+
+
+def prompt_us(prompt_len: int) -> float:
+    """Measures microseconds per token of a prompt from arrival to its first token; the least of some prompts.
+
+    The model's time is left out. The pool has room for two prompts, so that each evicts an earlier one's blocks.
+    """
+    model, batcher, took_s = FreeModel(), ContinuousBatcher(max_step_tokens=prompt_len), []
+    pool = DevicePool(model.layout, 2 * (prompt_len // BLOCK_SIZE + 1), model.device)
+    core = EngineCore(model, pool, batcher, NoStore())
+    for number in range(NUM_PROMPTS):
+        request, model.spent_s = _request(model, number, prompt_len, 1), 0.0
+        began_s = time.perf_counter()
+        core.add(request)
+        while core.has_requests:
+            core.step()
+        took_s.append(time.perf_counter() - began_s - model.spent_s)
+    return min(took_s) / prompt_len * 1e6
 
 
 def python_us(num_sequences: int, prompt_len: int) -> float:
@@ -185,7 +206,7 @@ def _profile_in(folder: Path) -> dict[str, float]:
 
 
 def _names() -> list[str]:
-    return [f"{num} x {length}" for num, length in SHAPES]
+    return [f"{num} x {length}" for num, length in SHAPES] + [f"prompt of {length}" for length in PROMPT_LENS]
 
 
 def operations(folder: Path, num_sequences: int, context_len: int, num_threads: int) -> dict[str, float]:
@@ -279,7 +300,8 @@ def _stopwatch(seconds: dict[str, float], name: str) -> Iterator[None]:
 def main() -> None:
     options = _parse(sys.argv[1:])
     if options.once:
-        print(json.dumps({name: python_us(*shape) for name, shape in zip(_names(), SHAPES, strict=True)}))
+        figures = [python_us(*shape) for shape in SHAPES] + [prompt_us(length) for length in PROMPT_LENS]
+        print(json.dumps(dict(zip(_names(), figures, strict=True))))
     elif options.profile:
         _report(options, profile(options.before, options.rounds), "us_per_token")
     else:

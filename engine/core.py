@@ -142,7 +142,7 @@ class EngineCore:
         return True
 
     def step(self) -> StepOutput:
-        """Runs one iteration: finish transfers, plan, launch, launch ahead, read, apply. Cheap without work.
+        """Runs one iteration: finish transfers, plan, launch, launch ahead, reclaim, read, apply. Cheap without work.
 
         A step with ended transfers only reports them, so that they do not wait for a run. A faulty request fails alone.
         A step that raises reports nothing, then or later; its requests can be aborted.
@@ -161,6 +161,8 @@ class EngineCore:
             with torch.inference_mode():
                 launched = self._runner.launch(work)
                 self._launch_ahead(work, launched)
+                if self._runner.launches_ahead:
+                    self._cache.allocator.reclaim()
                 gains = self._runner.read(work, launched)
             self._meter.note(work, began_s, has_waited=bool(gains.sequences))
             self._events = output.after

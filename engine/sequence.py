@@ -1,5 +1,6 @@
 """The choices of an engine's requests: their tokens, how far they ran, the KV that stays, their order."""
 
+from array import array
 from collections.abc import Collection, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
@@ -175,11 +176,12 @@ class Sequence:
             standing=self.standing,
         )
 
-    def tokens(self, start: int, num_tokens: int) -> list[int]:
-        """Slices `num_tokens` known tokens from position `start` on."""
-        from_prompt = self.request.prompt_ids[start : start + num_tokens]
+    def tokens(self, start: int, num_tokens: int) -> "array[int]":
+        """Slices `num_tokens` known tokens from position `start` on, as u32."""
+        tokens = array("I", self.request.prompt_ids[start : start + num_tokens])
         first_output = max(0, start - self.request.num_prompt)
-        return [*from_prompt, *self.output_ids[first_output : first_output + num_tokens - len(from_prompt)]]
+        tokens.extend(self.output_ids[first_output : first_output + num_tokens - len(tokens)])
+        return tokens
 
 
 class SequenceTable:

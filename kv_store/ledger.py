@@ -10,7 +10,6 @@ arena's slots have the same ledger.
 """
 
 from array import array
-from collections import Counter
 from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import Generic, cast
@@ -34,7 +33,6 @@ class PageState(Enum):
     PUBLISHED = "published"
     CACHED = "cached"
     DRAINING = "draining"
-    __hash__ = object.__hash__  # an Enum's own takes longer than the count that it finds
 
 
 class Ledger(Generic[Page]):
@@ -60,9 +58,9 @@ class Ledger(Generic[Page]):
         self._keys: list[BlockKey | None] = [None] * num_pages
         self._references = array("i", bytes(4 * num_pages))
         self._transfers = array("i", bytes(4 * num_pages))
-        self._num = Counter({PageState.FREE: num_pages})
         self._free = [*reversed(self.pages)]
-        self._num_cached = Counter[Priority]()
+        self._num_draining = 0
+        self._num_cached = [0 for _ in Priority]
         self.order = order(self._key_to_page, self._keys, policy(num_pages))
 
     @property
@@ -74,29 +72,43 @@ class Ledger(Generic[Page]):
         """Takes pages, first free, then evicted; each gets a reference. Raises OutOfBlocks if there are too few."""
         if num_pages > self.num_allocatable:
             raise OutOfBlocks(f"{num_pages} pages wanted, {self.num_allocatable} allocatable")
-        while len(self._free) < num_pages and (victim := self.order.first()) is not None:
-            self._on_eviction(victim)
-            self.unindex(victim)
-            self.num_evicted += 1
+        self.reclaim(num_pages)
         pages = self._free[: -num_pages - 1 : -1]
         del self._free[len(self._free) - num_pages :]
         for page in pages:
             self._references[page] = 1
-        self._num[PageState.FREE] -= num_pages
-        self._num[PageState.OWNED] += num_pages
         return pages
+
+    def reclaim(self, num_free: int) -> None:
+        """Evicts pages until `num_free` are free, or none can be evicted."""
+        while len(self._free) < num_free and (victim := self.order.first()) is not None:
+            self._on_eviction(victim)
+            self.unindex(victim)
+            self.num_evicted += 1
 
     def acquire(self, page: Page) -> None:
         """Adds a reference to a page that has a reference or is indexed."""
-        if self.state(page) in (PageState.FREE, PageState.DRAINING):
-            raise ValueError(f"page {page} is {self.state(page).value}: nothing to share")
-        self._change(page, self._references, 1)
+        if not self._references[page]:
+            if self._keys[page] is None:
+                raise ValueError(f"page {page} is {self.state(page).value}: nothing to share")
+            self._num_cached[self.order.priority_of(page)] -= 1
+            if not self._transfers[page]:
+                self.order.remove(page)
+        self._references[page] += 1
 
     def free(self, page: Page) -> None:
         """Removes a reference; without references a page is cached, draining or free."""
         if not self._references[page]:
             raise ValueError(f"page {page} has no reference to give back")
-        self._change(page, self._references, -1)
+        self._references[page] -= 1
+        if self._references[page]:
+            return
+        if self._keys[page] is None:
+            self._vacate(page)
+        else:
+            self._cache(page)
+            if not self._transfers[page]:
+                self.order.add(page)
 
     def index(
         self,
@@ -110,8 +122,7 @@ class Ledger(Generic[Page]):
 
         parent: the key of the block before it, which is evicted later. owner: a number, 0 for none.
         """
-        before = self.state(page)
-        if before is PageState.FREE:
+        if not self._references[page] and self.state(page) is PageState.FREE:
             raise ValueError(f"page {page} is free: nothing to index")
         if key in self._key_to_page:
             return self._key_to_page[key] == page
@@ -120,17 +131,24 @@ class Ledger(Generic[Page]):
         self._key_to_page[key] = page
         self._keys[page] = key
         self.order.index(page, key, priority, parent, owner)
-        self._settle(page, before)
+        if not self._references[page]:
+            self._num_draining -= 1
+            self._cache(page)
         return True
 
     def unindex(self, page: Page) -> None:
         """Takes a page out of the index. Does nothing if it is not indexed."""
-        key, before = self._keys[page], self.state(page)
-        if key is not None:
-            del self._key_to_page[key]
-            self._keys[page] = None
-            self._settle(page, before)
-            self.order.unindex(page, key)
+        key = self._keys[page]
+        if key is None:
+            return
+        del self._key_to_page[key]
+        self._keys[page] = None
+        if not self._references[page]:
+            self._num_cached[self.order.priority_of(page)] -= 1
+            if not self._transfers[page]:
+                self.order.remove(page)
+            self._vacate(page)
+        self.order.unindex(page, key)
 
     def find(self, key: BlockKey) -> Page | None:
         """Finds the page of a key, without a reference and without counting a use."""
@@ -141,15 +159,24 @@ class Ledger(Generic[Page]):
 
     def begin_transfer(self, page: Page) -> None:
         """Notes a copy to or from a page: even freed, it is not allocated before `end_transfer`."""
-        if self.state(page) is PageState.FREE:
-            raise ValueError(f"page {page} is free: nothing to transfer")
-        self._change(page, self._transfers, 1)
+        if not (self._references[page] or self._transfers[page]):
+            if self._keys[page] is None:
+                raise ValueError(f"page {page} is free: nothing to transfer")
+            self.order.remove(page)
+        self._transfers[page] += 1
 
     def end_transfer(self, page: Page) -> None:
         """Ends a transfer of a page."""
         if not self._transfers[page]:
             raise ValueError(f"page {page} has no transfer to end")
-        self._change(page, self._transfers, -1)
+        self._transfers[page] -= 1
+        if self._references[page] or self._transfers[page]:
+            return
+        if self._keys[page] is None:
+            self._num_draining -= 1
+            self._free.append(page)
+        else:
+            self.order.add(page)
 
     def set_priority(self, page: Page, priority: Priority) -> None:
         """Changes the eviction priority of an indexed page."""
@@ -177,18 +204,26 @@ class Ledger(Generic[Page]):
         return PageState.DRAINING if self._transfers[page] else PageState.FREE
 
     def counts(self) -> LedgerCounts:
-        return LedgerCounts(**{state.value: self._num[state] for state in PageState}, total=self.num_pages)
+        num_free, num_indexed, num_cached = len(self._free), len(self._key_to_page), sum(self._num_cached)
+        return LedgerCounts(
+            free=num_free,
+            owned=self.num_pages - num_free - num_indexed - self._num_draining,
+            published=num_indexed - num_cached,
+            cached=num_cached,
+            draining=self._num_draining,
+            total=self.num_pages,
+        )
 
     def check(self) -> list[str]:
         """Lists violated invariants, recounted page by page; empty if none."""
         found = {state: [page for page in self.pages if self.state(page) is state] for state in PageState}
         idle = {page for page in found[PageState.CACHED] if not self._transfers[page]}
+        counts, cached = self.counts(), [self.order.priority_of(page) for page in found[PageState.CACHED]]
         rules = {
             "a count is negative": min([*self._references, *self._transfers], default=0) >= 0,
-            "the states do not sum to the pool": self._num.total() == self.num_pages,
-            "the counts differ from the pages": all(self._num[state] == len(found[state]) for state in PageState),
-            "the counts of cached pages differ from the pages": +self._num_cached
-            == Counter(self.order.priority_of(page) for page in found[PageState.CACHED]),
+            "the counts differ from the pages": all(getattr(counts, one.value) == len(found[one]) for one in PageState),
+            "the counts of cached pages differ from the pages": self._num_cached
+            == [cached.count(priority) for priority in Priority],
             "the free list differs from the free pages": sorted(self._free) == found[PageState.FREE],
             "the eviction order differs from the idle cached pages": len(self.order) == len(idle)
             and all(page in self.order for page in idle),
@@ -196,36 +231,14 @@ class Ledger(Generic[Page]):
         problems = [problem for problem, holds in rules.items() if not holds]
         return problems + self.order.check()
 
-    def _change(self, page: Page, count: "array[int]", by: int) -> None:
-        """Changes a count of a page. A page with a reference before and after keeps its state."""
-        if not self._references[page]:
-            before = self.state(page)
-            count[page] += by
-            self._settle(page, before)
-            return
-        count[page] += by
-        if not self._references[page]:
-            self._settle(page, PageState.OWNED if self._keys[page] is None else PageState.PUBLISHED)
-
-    def _settle(self, page: Page, before: PageState) -> None:
-        """Moves a page to the lists and counts of its state."""
-        after = self.state(page)
-        if after is not before:
-            self._leave(page, before)
-            self._enter(page, after)
-        is_idle = after is PageState.CACHED and not self._transfers[page]
-        if is_idle != (before is PageState.CACHED and page in self.order):
-            (self.order.add if is_idle else self.order.remove)(page)
-
-    def _leave(self, page: Page, state: PageState) -> None:
-        self._num[state] -= 1
-        if state is PageState.CACHED:
-            self._num_cached[self.order.priority_of(page)] -= 1
-
-    def _enter(self, page: Page, state: PageState) -> None:
-        self._num[state] += 1
-        if state is PageState.CACHED:
-            self._num_cached[self.order.priority_of(page)] += 1
-            self.order.touch(page)
-        elif state is PageState.FREE:
+    def _vacate(self, page: Page) -> None:
+        """Frees a page without references and key, once no transfer touches it."""
+        if self.state(page) is PageState.DRAINING:
+            self._num_draining += 1
+        else:
             self._free.append(page)
+
+    def _cache(self, page: Page) -> None:
+        """Counts an indexed page without references as cached, and as used."""
+        self._num_cached[self.order.priority_of(page)] += 1
+        self.order.touch(page)

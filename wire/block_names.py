@@ -102,7 +102,7 @@ class NameChain:
         self._num_public = public.num_blocks if public else 0
         self._block_size = block_size
         self._num_in_front = len(front) * block_size
-        self._tokens: list[int] = []
+        self._tokens = array("I")
         self._full = list(front)
 
     @property
@@ -111,7 +111,7 @@ class NameChain:
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Appends tokens; names every block they fill."""
-        self._tokens.extend(tokens)
+        self._tokens.extend(array("I", tokens))
         first, stop, size = len(self._full), self.num_tokens // self._block_size, 4 * self._block_size
         data = self._data(first * self._block_size, stop * self._block_size)
         for index in range(first, stop):

@@ -80,8 +80,11 @@ class BlockTable:
 
     def slots(self, start: int, stop: int, block_size: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
         """Computes the slots of positions start to stop - 1: page * block_size + offset."""
-        places = np.arange(start, stop) - self.num_dropped
-        return self.row[places // block_size].astype(np.int64) * block_size + places % block_size
+        start, stop = start - self.num_dropped, stop - self.num_dropped
+        first = start // block_size
+        pages = self.row[first : -(-stop // block_size)].astype(np.int64)
+        slots = (pages[:, None] * block_size + np.arange(block_size)).ravel()
+        return slots[start - first * block_size : stop - first * block_size]
 
     def drop(self, places: Iterable[int], block_size: int) -> list[PageId]:
         """Takes full pages out; returns them."""
@@ -90,7 +93,7 @@ class BlockTable:
         return pages
 
 
-Tokens = Callable[[int, int], list[int]]
+Tokens = Callable[[int, int], "array[int]"]
 """A function that returns known tokens of a sequence, by first position and count."""
 
 

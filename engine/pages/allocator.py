@@ -11,6 +11,11 @@ from kv_store.ledger import OutOfBlocks
 from wire.ids import PageId
 from wire.layout import Window
 
+MAX_RECLAIMED = 128
+"""The most pages that `reclaim` frees: room for 2,048 tokens in blocks of 16."""
+PAGES_A_RECLAIMED = 64
+"""The pages of a pool for each page that `reclaim` frees."""
+
 
 class PageAllocator:
     """Allocates a pool's pages to sequences. Not thread-safe: for the engine's thread."""
@@ -62,6 +67,10 @@ class PageAllocator:
         pages = self.ledger.allocate(num_pages)
         self._pool.open(pages)
         return pages
+
+    def reclaim(self) -> None:
+        """Evicts cached pages until a few of the pool's are free, so that a prompt to come need not wait for that."""
+        self.ledger.reclaim(min(MAX_RECLAIMED, self.ledger.num_pages // PAGES_A_RECLAIMED))
 
     def drop(self, sequence: Sequence, places: Seq[int]) -> None:
         """Gives some full pages of a sequence back."""

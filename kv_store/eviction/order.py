@@ -116,7 +116,8 @@ class EvictionOrder(Generic[Page]):
         self._num_owned[owner] += 1
         self._policy.index(page, key)
         for rank in self._ranks:
-            rank.num_children[page] = rank.orphans.pop(key, 0) if rank.orphans else 0
+            if rank.orphans:
+                rank.num_children[page] = rank.orphans.pop(key, 0)
 
     def unindex(self, page: Page, key: BlockKey) -> None:
         """Notes that a page is no longer indexed; it must not be in the order."""
@@ -189,7 +190,10 @@ class EvictionOrder(Generic[Page]):
                 for rank in self._ranks:
                     if (page := rank.first_of(owner)) is not None:
                         return page
-        return next((page for rank in self._ranks if rank.num_pages and (page := rank.first()) is not None), None)
+        for rank in self._ranks:
+            if rank.num_pages:
+                return rank.first()
+        return None
 
     def oldest(self, priority: Priority, num_pages: int) -> list[Page]:
         """Lists the first `num_pages` pages of a priority to evict, or fewer."""
@@ -298,6 +302,8 @@ class _Rank(Generic[Page]):
 
     def _first(self, queues: Collection[int]) -> Page | None:
         heads = [page for queue in queues if (page := self._head(queue)) is not None]
+        if len(heads) == 1:
+            return heads[0]
         if others := [page for page in heads if page not in self._kept]:
             return self.pages[self._policy.choose(others)]
         return min(heads, key=self._kept.__getitem__, default=None)

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.engine import FreeModel, TimedBackend, decoding_core, operations, python_us, summarize
+from benchmarks.engine import FreeModel, TimedBackend, decoding_core, operations, prompt_us, python_us, summarize
 from tests.harness.checkpoints import make_checkpoint
 
 
@@ -17,6 +17,7 @@ def test_an_engine_to_measure_does_nothing_but_decode() -> None:
 
 def test_time_per_token_is_positive() -> None:
     assert python_us(2, 20) > 0
+    assert prompt_us(40) > 0
 
 
 def test_the_ratio_is_of_pairs_of_the_same_round() -> None:

@@ -82,6 +82,17 @@ def test_free_pages_go_before_cached_ones() -> None:
     assert ledger.num_evicted == 1
 
 
+def test_the_next_pages_to_evict_are_reclaimed() -> None:
+    ledger = Ledger[PageId](4)
+    pages = [cached(ledger, number) for number in range(3)]
+    ledger.reclaim(2)
+    assert ([ledger.find(key(number)) for number in range(3)], ledger.num_evicted) == ([None, *pages[1:]], 1)
+    [held] = ledger.allocate(1)
+    ledger.reclaim(4)
+    assert (ledger.counts().free, ledger.num_evicted, ledger.num_references(held)) == (3, 3, 1)
+    assert ledger.check() == []
+
+
 def test_the_least_recently_used_goes_first_and_a_prefixs_end_before_its_start() -> None:
     ledger = Ledger[PageId](6)
     old, young = ledger.allocate(3), ledger.allocate(3)
@@ -221,7 +232,7 @@ def test_what_makes_no_sense_is_refused() -> None:
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("_references", [1, 0]), ("_transfers", [0, -1]), ("_free", {}), ("_num", Counter({PageState.FREE: 1}))],
+    [("_references", [1, 0]), ("_transfers", [0, -1]), ("_free", {}), ("_num_draining", 1), ("_num_cached", [1, 0, 0])],
 )
 def test_wrong_books_are_found(name: str, value: object) -> None:
     ledger = Ledger[PageId](2)
@@ -304,6 +315,13 @@ class LedgerMachine(RuleBasedStateMachine):
         pages = self.ledger.order.oldest(priority, num_pages)
         assert len(set(pages)) == len(pages) <= num_pages
         assert self.ledger.order.oldest(priority, num_pages) == pages, "a list of them changes nothing"
+
+    @rule(num_free=st.integers(0, 7))
+    def reclaim(self, num_free: int) -> None:
+        num_allocatable, num_free_before = self.ledger.num_allocatable, self.ledger.counts().free
+        self.ledger.reclaim(num_free)
+        assert self.ledger.num_allocatable == num_allocatable
+        assert self.ledger.counts().free == max(num_free_before, min(num_free, num_allocatable))
 
     @rule(page=st.integers(0, 5))
     def unindex(self, page: int) -> None:

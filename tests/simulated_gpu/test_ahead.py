@@ -19,7 +19,7 @@ from engine.schedule.continuous_batcher import ContinuousBatcher
 from engine.speculation.speculator import MAX_ROWS
 from engine.step.runner import Runner
 from tests.harness.checkpoints import choose_prompt, make_checkpoint
-from tests.harness.engines import ROOT, drive, gained, make_core, request
+from tests.harness.engines import ROOT, drive, gained, make_core, request, serve
 from tests.pairs import RUNS_ALL
 from tests.simulated_gpu.device import SIM, commands
 from text.byte_tokenizer import NUM_BYTES, ByteTokenizer
@@ -190,6 +190,14 @@ class BrokenDevice(RuntimeError):
 
 def broken(*_: Any) -> NoReturn:
     raise BrokenDevice("no token can be read")
+
+
+def test_pages_are_free_before_a_prompt_comes(model: Decoder) -> None:
+    """The engine evicts while the device computes, and keeps a page of each 64 free."""
+    core, draw = make_core(model, num_blocks=128), random.Random(0)
+    while core.pool.ledger.num_evicted < 20:
+        serve(core, draw.choices(range(NUM_BYTES), k=64), SamplingParams(temperature=0, max_tokens=2, ignore_eos=True))
+    assert core.pool.ledger.counts().free >= 2
 
 
 def test_a_row_that_is_no_number_fails_alone(folder: Path, model: Decoder, aheads: Aheads) -> None:
