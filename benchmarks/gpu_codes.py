@@ -18,6 +18,8 @@ from kernels.quantized.products import OPTIONS, constants_of, number_of_byte, nu
 
 BASE = tl.constexpr(128)
 """A code of 7 bits at most, below the bits of this number in bfloat16, is their sum."""
+BASES = 0x43004300
+"""Two of them."""
 MIN_SPLIT_DEPTH, MAX_SPLITS = 256, 16
 SPLITS_AT_ONCE = tl.constexpr(4)
 """Loads of splits under way."""
@@ -45,16 +47,16 @@ def write_read(form: CodeFormat, plane: int) -> str:
 
     $1: two words of 16 bits. $2, of 6 bits: the bytes with the rests of both, twice.
     """
-    lines = [f"shr.b32 moved, $1, {(8 if form.bits == 8 else 4) * plane};"]
-    if form.bits == 6:
-        lines += ["prmt.b32 above, $2, 0, 0x4140;", f"{'shl' if plane < 2 else 'shr'}.b32 above, above, {abs(4 - 2 * plane)};"]
-        lines += ["lop3.b32 above, above, 0x00300030, 0x43004300, 0xea;"]
-    else:
-        lines += ["mov.b32 above, 0x43004300;"]
+    lines, mask = [f"shr.b32 moved, $1, {(8 if form.bits == 8 else 4) * plane};"], 0x007F007F
+    lines += [f"mov.b32 above, {BASES:#x};", f"mov.b32 taken, {BASES | form.zero * 0x10001:#x};"]
     if form.bits == 8:  # seven bits less the eighth
-        lines += ["lop3.b32 taken, moved, 0x00800080, 0x43004300, 0xea;", "lop3.b32 $0, moved, 0x007f007f, above, 0xea;"]
+        lines += [f"lop3.b32 taken, moved, 0x00800080, {BASES:#x}, 0xea;"]
     else:
-        lines += [f"mov.b32 taken, {(0x4300 | form.zero) * 0x10001:#x};", "lop3.b32 $0, moved, 0x000f000f, above, 0xea;"]
+        mask = 0x000F000F
+    if form.bits == 6:
+        shift = f"{'shl' if plane < 2 else 'shr'}.b32 above, above, {abs(4 - 2 * plane)};"
+        lines += ["prmt.b32 above, $2, 0, 0x4140;", shift, f"lop3.b32 above, above, 0x00300030, {BASES:#x}, 0xea;"]
+    lines += [f"lop3.b32 $0, moved, {mask:#x}, above, 0xea;"]
     if not form.has_offsets:
         lines += ["mov.b32 minus, 0xbf80bf80;", "fma.rn.bf16x2 $0, taken, minus, $0;"]
     return "{ .reg .b32 moved, above, taken, minus; " + " ".join(lines) + " }"
@@ -64,7 +66,8 @@ def write_read(form: CodeFormat, plane: int) -> str:
 def read_numbers(words, rest, ADDED: tl.constexpr, PLANE_INDEX: tl.constexpr, BITS: tl.constexpr, READS: tl.constexpr):
     """Reads a plane's codes as bfloat16, ADDED added. READS: the assembly of a pair, by plane, or None."""
     if READS is not None and rest is not None:
-        numbers = tl.inline_asm_elementwise(READS[PLANE_INDEX], "=r,r,r", [words, rest], tl.bfloat16, is_pure=True, pack=2)
+        both = [words, rest]
+        numbers = tl.inline_asm_elementwise(READS[PLANE_INDEX], "=r,r,r", both, tl.bfloat16, is_pure=True, pack=2)
     elif READS is not None:
         numbers = tl.inline_asm_elementwise(READS[PLANE_INDEX], "=r,r", [words], tl.bfloat16, is_pure=True, pack=2)
     elif BITS == 8:
@@ -114,7 +117,7 @@ def multiply_codes(
     STAGES: tl.constexpr,
     READS: tl.constexpr,
 ):
-    # One program multiplies ROWS rows by COLUMNS columns over one split of the depth; a tile's last one adds the splits.
+    # One program multiplies ROWS rows by COLUMNS columns over one split of the depth; the last of a tile adds them up.
     program, split = tl.program_id(0), tl.program_id(1)
     column_tiles = tl.cdiv(num_columns, COLUMNS)
     rows = program // column_tiles * ROWS + tl.arange(0, ROWS)

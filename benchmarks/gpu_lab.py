@@ -7,6 +7,7 @@
     python3 benchmarks/gpu_lab.py exact         steps and a prompt of 8B with these products and with cuBLAS's
     python3 benchmarks/gpu_lab.py attention     prompts by candidates beside cuDNN's and the product's own
     python3 benchmarks/gpu_lab.py small_kv      decoding over int8 and fp8 by tile, widened by a cast and by integers
+    python3 benchmarks/gpu_lab.py codes         packed products of few rows by codes, beside the product's and cuBLAS
     python3 benchmarks/gpu_lab.py pages         pages to pinned memory with sums of each, beside copies and a product
 
 Needs what benchmarks/gpu.py needs. Prints as it goes.
@@ -33,6 +34,7 @@ from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.gpu_candidates import attention, small_kv
+from benchmarks.gpu_code_times import codes
 from benchmarks.gpu_prototypes import (
     NUM_KEYS,
     sum_and_copy,
@@ -72,7 +74,8 @@ def main() -> int:
         print("no CUDA device here: nothing to measure")
         return 0
     triton.set_allocator(lambda size, _alignment, _stream: torch.empty(size, dtype=torch.int8, device="cuda"))
-    questions = {one.__name__: one for one in (step, prompt, splits, products, exact, attention, small_kv, pages)}
+    asked = step, prompt, splits, products, exact, attention, small_kv, codes, pages
+    questions = {one.__name__: one for one in asked}
     for name in sys.argv[1:] or questions:
         for line in questions[name]():
             print(line, flush=True)

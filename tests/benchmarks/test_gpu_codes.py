@@ -46,7 +46,10 @@ def test_products_are_those_of_weights_that_are_not_rounded(
     assert (num_splits > 1) == (num_programs == 64)
     states = torch.randn(num_rows, 600, device=DEVICE).bfloat16()
     bias, residual = (torch.randn(one, 40, device=DEVICE) for one in (1, num_rows))
-    out, counters = torch.full((num_rows, 40), torch.nan, device=DEVICE), torch.zeros(8, dtype=torch.int32, device=DEVICE)
+    out, counters = (
+        torch.full((num_rows, 40), torch.nan, device=DEVICE),
+        torch.zeros(8, dtype=torch.int32, device=DEVICE),
+    )
     for _ in range(2):
         multiply_part(states, part, tile, counters, bias[0], residual, out)
         expected = states.double() @ widened.T + bias.double() + residual.double()
