@@ -9,6 +9,7 @@
     python3 benchmarks/gpu_lab.py dependent     steps of 8B whose launches overlap the kernel before them; their tokens
     python3 benchmarks/gpu_lab.py attention     prompts by candidates beside cuDNN's and the product's own
     python3 benchmarks/gpu_lab.py small_kv      decoding over int8 and fp8 by tile, widened by a cast and by integers
+    python3 benchmarks/gpu_lab.py codes         packed products of few rows by codes, beside the product's and cuBLAS
     python3 benchmarks/gpu_lab.py pages         pages to pinned memory with sums of each, beside copies and a product
 
 Needs what benchmarks/gpu.py needs. Prints as it goes.
@@ -36,6 +37,7 @@ from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.gpu_candidates import attention, small_kv
+from benchmarks.gpu_code_times import codes
 from benchmarks.gpu_prototypes import (
     NUM_KEYS,
     sum_and_copy,
@@ -90,10 +92,8 @@ def main() -> int:
         print("no CUDA device here: nothing to measure")
         return 0
     triton.set_allocator(lambda size, _alignment, _stream: torch.empty(size, dtype=torch.int8, device="cuda"))
-    questions = {
-        one.__name__: one
-        for one in (step, prompt, splits, products, overlapping, exact, dependent, attention, small_kv, pages)
-    }
+    asked = step, prompt, splits, products, overlapping, exact, dependent, attention, small_kv, codes, pages
+    questions = {one.__name__: one for one in asked}
     for name in sys.argv[1:] or questions:
         for line in questions[name]():
             print(line, flush=True)

@@ -1,0 +1,119 @@
+"""Products whose codes are scaled after them, interpreted where there is no GPU."""
+
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+
+from benchmarks.gpu_codes import CodesTile, chunks_per_split, is_supported, multiply_part, write_read
+from kernels.quantized.device_layout import CodedWeight
+from kernels.triton_backend import TritonBackend
+from tests.kernels.interpreter import bfloat16_as_on_a_gpu
+from tests.kernels.quantized_matrices import DRAWS
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+NAMES = ("Q4_0", "Q4_1", "Q4_K", "Q6_K", "Q8_0", "W8A16 of channels", "W4A16 of groups", "W4A16 with zero points")
+WORDS = (0x0000, 0xFFFF, 0x1234, 0xA5F0, 0x8041, 0x7EB9)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def bfloat16() -> Iterator[None]:
+    with bfloat16_as_on_a_gpu():
+        yield
+
+
+def draw(name: str, columns: int, depth: int) -> tuple[CodedWeight, torch.Tensor]:
+    """Draws a weight, and its numbers before they are rounded to the dtype of the file or of rows."""
+    torch.manual_seed(0)
+    matrix = DRAWS[name](columns, depth).to(DEVICE)
+    weight = TritonBackend().pack_codes([matrix], torch.bfloat16)
+    assert isinstance(weight, CodedWeight)
+    return weight, replace(matrix, source=torch.float32).dequantize().double()
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("num_rows", "rows", "num_programs"), [(3, 16, 1), (19, 16, 64), (5, 8, 2)])
+def test_products_are_those_of_weights_that_are_not_rounded(
+    name: str, num_rows: int, rows: int, num_programs: int
+) -> None:
+    weight, widened = draw(name, 40, 600)
+    [part] = weight.parts
+    assert is_supported(part.format)
+    tile = CodesTile(rows, 32, 1, 3, num_programs)
+    num_splits = -(-part.num_chunks // chunks_per_split(part, tile))
+    assert (num_splits > 1) == (num_programs == 64)
+    states = torch.randn(num_rows, 600, device=DEVICE).bfloat16()
+    bias, residual = (torch.randn(one, 40, device=DEVICE) for one in (1, num_rows))
+    out, counters = (
+        torch.full((num_rows, 40), torch.nan, device=DEVICE),
+        torch.zeros(8, dtype=torch.int32, device=DEVICE),
+    )
+    for _ in range(2):
+        multiply_part(states, part, tile, counters, bias[0], residual, out)
+        expected = states.double() @ widened.T + bias.double() + residual.double()
+        magnitudes = states.double().abs() @ widened.abs().T + bias.double().abs() + residual.double().abs()
+        assert ((out.double() - expected).abs() <= 1e-5 * magnitudes).all()
+        assert not counters.any()
+
+
+@pytest.mark.parametrize("name", [one for one in DRAWS if one not in NAMES])
+def test_other_formats_are_left_to_the_products_kernel(name: str) -> None:
+    [part] = draw(name, 4, 512)[0].parts
+    assert not is_supported(part.format) or name == "W4A16 in float32"
+
+
+def emulate(text: str, words: int, rests: int) -> int:
+    """Runs assembly of a pair: registers of 32 bits, and pairs of bfloat16."""
+    found = {"$1": words, "$2": rests}
+
+    def value(name: str) -> int:
+        return found[name] if name in found else int(name, 0)
+
+    def both(one: int) -> torch.Tensor:
+        return torch.tensor([one & 0xFFFF, one >> 16]).to(torch.uint16).view(torch.bfloat16).float()
+
+    for line in re.findall(r"\b((?:shr|shl|prmt|lop3|mov|fma)\.[^;]*);", text):
+        name, _, rest = line.partition(" ")
+        target, *sources = (one.strip() for one in rest.split(","))
+        given = [value(one) for one in sources]
+        if name == "shr.b32":
+            result = given[0] >> given[1]
+        elif name == "shl.b32":
+            result = given[0] << given[1] & 0xFFFFFFFF
+        elif name == "prmt.b32":
+            octets = (given[1] << 32 | given[0]).to_bytes(8, "little")
+            result = int.from_bytes(bytes(octets[given[2] >> 4 * one & 7] for one in range(4)), "little")
+        elif name == "lop3.b32":
+            assert given[3] == 0xEA, "the first and the second, or the third"
+            result = given[0] & given[1] | given[2]
+        elif name == "mov.b32":
+            result = given[0]
+        else:
+            assert name == "fma.rn.bf16x2"
+            low, high = (both(given[0]) * both(given[1]) + both(given[2])).bfloat16().view(torch.uint16).tolist()
+            result = low | high << 16
+        found[target] = result
+    return found["$0"]
+
+
+@pytest.mark.parametrize("name", ["Q4_0", "Q4_K", "Q6_K", "Q8_0"])
+def test_assembly_reads_codes_exactly(name: str) -> None:
+    """The interpreter runs none of it."""
+    form = draw(name, 1, 512)[0].parts[0].format
+    for plane in range(2 if form.bits == 8 else 4):
+        text = write_read(form, plane)
+        for first, second, rests in zip(WORDS, WORDS[::-1], WORDS[2:] + WORDS[:2], strict=True):
+            pair = emulate(text, first | second << 16, rests * 0x10001)
+            numbers = torch.tensor([pair & 0xFFFF, pair >> 16]).to(torch.uint16).view(torch.bfloat16)
+            expected = []
+            for word, byte in ((first, rests & 255), (second, rests >> 8)):
+                if form.bits == 8:
+                    code = (word >> 8 * plane & 255 ^ 128) - 128
+                else:
+                    code = word >> 4 * plane & 15
+                    code |= (byte >> 2 * plane & 3) << 4 if form.bits == 6 else 0
+                    code += 128 if form.has_offsets else -form.zero
+                expected.append(float(code))
+            assert numbers.tolist() == expected
