@@ -4,9 +4,7 @@
     python3 benchmarks/gpu_lab.py prompt        prompts of both models, kernel by kernel
     python3 benchmarks/gpu_lab.py splits        decoding rows cut into fewer splits, or more
     python3 benchmarks/gpu_lab.py products      products of one order beside cuBLAS; bits of a row among others
-    python3 benchmarks/gpu_lab.py overlapping   the same, with launches that overlap the kernel before them
     python3 benchmarks/gpu_lab.py exact         steps and a prompt of 8B with these products and with cuBLAS's
-    python3 benchmarks/gpu_lab.py dependent     steps of 8B whose launches overlap the kernel before them; their tokens
     python3 benchmarks/gpu_lab.py attention     prompts by candidates beside cuDNN's and the product's own
     python3 benchmarks/gpu_lab.py small_kv      decoding over int8 and fp8 by tile, widened by a cast and by integers
     python3 benchmarks/gpu_lab.py codes         packed products of few rows by codes, beside the product's and cuBLAS
@@ -20,7 +18,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from statistics import median, mode
@@ -54,31 +51,16 @@ SPLITS = [(32, 128), (32, 256), (32, 512), (16, 256), (16, 512), (8, 512), (64, 
 """The most splits of a row, and the fewest tokens of one."""
 MATRICES = {"qkv": (6144, 4096), "o": (4096, 4096), "gate up": (28_672, 4096), "down": (4096, 14_336)}
 """Columns and depth."""
-MATRIX_SPLITS = {"qkv": (2, 1, 3), "o": (4, 2, 8), "gate up": (1, 2), "down": (8, 4)}
-"""The product's splits of the depth, and others: one number for all rows."""
 PRODUCT_TILES = {
-    16: [(16, 64, 128, 4, 4), (16, 64, 128, 4, 3), (16, 64, 64, 4, 8), (16, 128, 128, 4, 3)],
-    64: [
-        *((64, 128, 64, 4, 5), (64, 128, 64, 4, 4), (64, 128, 64, 8, 4), (64, 256, 64, 4, 4)),
-        *((64, 64, 64, 4, 6), (64, 64, 128, 4, 3)),
-    ],
-    128: [(64, 128, 64, 4, 4), (128, 128, 64, 8, 3), (128, 128, 64, 8, 4), (128, 256, 64, 8, 3), (128, 64, 64, 4, 4)],
-    256: [(64, 128, 64, 4, 5), (128, 128, 64, 8, 3), (128, 128, 64, 8, 4), (256, 128, 64, 8, 3), (128, 256, 64, 8, 3)],
+    16: [(16, 64, 128, 4, 4), (16, 64, 128, 4, 3), (16, 128, 128, 4, 3)],
+    64: [(64, 64, 128, 4, 3), (64, 128, 64, 4, 5), (64, 256, 64, 4, 4), (64, 64, 64, 4, 6)],
+    128: [(64, 128, 64, 4, 4), (128, 128, 64, 8, 3), (128, 64, 64, 4, 4), (128, 256, 64, 8, 3)],
+    256: [(128, 128, 64, 8, 3), (128, 128, 64, 8, 4), (64, 128, 64, 4, 5), (128, 256, 64, 8, 3)],
+    2048: [(128, 256, 64, 8, 3), (256, 128, 64, 8, 3), (128, 256, 64, 8, 4), (128, 128, 64, 8, 4)],
 }
 """Candidates by numbers of rows. No loop is split over warps: with one, Triton 3.6's product hung."""
-NUM_ROWS = {1: 16, 16: 16, 64: 64, 128: 128, 256: 256}
+NUM_ROWS = {1: 16, 16: 16, 64: 64, 128: 128, 256: 256, 2048: 2048}
 """Rows, with their candidates."""
-WAYS = {"": (128, 128), "apart": (256, 16)}
-"""The most rows whose splits have a program each, and the most whose splits the same launch adds."""
-LAUNCHES = {
-    "ordinary": (False, 0),
-    "dependent": (True, 0),
-    "512 places fetched": (True, 512),
-    "1,024 places fetched": (True, 1024),
-}
-"""Whether launches are dependent ones, and what each split of a product has in the cache before it waits."""
-NUM_COMPARED = 20
-"""Steps whose tokens are compared."""
 NUM_BLOCKS, BLOCK_BYTES = 256, 2 << 20
 SQUARE = 4096
 """The size of products beside hand-offs."""
@@ -92,7 +74,7 @@ def main() -> int:
         print("no CUDA device here: nothing to measure")
         return 0
     triton.set_allocator(lambda size, _alignment, _stream: torch.empty(size, dtype=torch.int8, device="cuda"))
-    asked = step, prompt, splits, products, overlapping, exact, dependent, attention, small_kv, codes, pages
+    asked = step, prompt, splits, products, exact, attention, small_kv, codes, pages
     questions = {one.__name__: one for one in asked}
     for name in sys.argv[1:] or questions:
         for line in questions[name]():
@@ -202,52 +184,10 @@ def splits() -> Iterator[str]:
         torch.cuda.empty_cache()
 
 
-@dataclass(frozen=True)
-class Candidate:
-    """A tile and a number of splits of the depth. way: the key of WAYS that says how splits are added."""
-
-    tile: tuple[int, int, int, int, int]
-    num_splits: int
-    way: str
-
-    def __str__(self) -> str:
-        return f"{' '.join(map(str, self.tile))} in {self.num_splits} {self.way}".strip()
-
-    def multiply(self, rows: Tensor, weights: Sequence[Tensor], counters: ordered.Counters) -> Tensor:
-        """Multiplies with each of the weights; returns the first product."""
-
-        def split_depth_of(_: int, depth: int) -> int:
-            return int(triton.cdiv(triton.cdiv(depth, self.num_splits), ordered.UNIT) * ordered.UNIT)
-
-        most_split, most_counted = WAYS[self.way]
-        changed: dict[str, Any] = {"MAX_SPLIT_ROWS": most_split, "MAX_COUNTED_ROWS": most_counted}
-        outs = [rows.new_empty(len(rows), len(one)) for one in weights]
-        with mock.patch.multiple(ordered, **changed, split_depth_of=split_depth_of):
-            for one, out in zip(weights, outs, strict=True):
-                ordered.multiply(rows, one, None, None, out, counters, tiles.OrderedTile(*self.tile))
-        return outs[0]
-
-
-def candidates(name: str, num_rows: int) -> list[Candidate]:
-    """Lists what is timed for a matrix and a number of rows: few rows, and one split, have one way to add."""
-    return [
-        Candidate(tile, num_splits, way)
-        for num_splits in MATRIX_SPLITS[name]
-        for way in WAYS
-        for tile in PRODUCT_TILES[NUM_ROWS[num_rows]]
-        if not way or (num_splits > 1 and num_rows > WAYS[way][1])
-    ]
-
-
-def overlapping() -> Iterator[str]:
-    """Asks `products` with launches that overlap."""
-    with mock.patch.object(dependent_launch, "IS_ON", True):
-        yield from products()
-
-
 def products() -> Iterator[str]:
-    """Times products of one order beside cuBLAS's, by tile and splits; compares bits among any number of rows."""
+    """Times products of one order beside cuBLAS's, compares bits among any number of rows, then steps of 8B."""
     yield from _compile_products()
+    totals = dict.fromkeys(NUM_ROWS, (0.0, 0.0))
     counters = ordered.Counters()
     for name, (columns, depth) in MATRICES.items():
         copies = max(2, -(-WORKING_SET_BYTES // (2 * columns * depth)))
@@ -256,29 +196,28 @@ def products() -> Iterator[str]:
             for _ in range(copies)
         ]
         states = torch.empty(max(NUM_ROWS), depth, dtype=torch.bfloat16, device="cuda").normal_()
-        first: dict[int, Tensor] = {}
-        table: dict[int, list[str]] = {}
-        for num_rows in NUM_ROWS:
+        first: Tensor | None = None
+        for num_rows, kind in NUM_ROWS.items():
             rows = states[:num_rows].contiguous()
-            found = candidates(name, num_rows)
-            for one in found:
-                out = one.multiply(rows, weights[:1], counters)[:1].clone()
-                if not torch.equal(out, first.setdefault(one.num_splits, out)):
-                    yield f"{name}, {num_rows} rows: OTHER BITS with {one}"
-            works: dict[str, Work] = {str(one): _bind(one.multiply, rows, weights, counters) for one in found}
-            works["cuBLAS"] = _bind(_each, weights, F.linear, rows)
-            us = {key: one / copies * 1e6 for key, one in time_in_turn(works).items()}
-            theirs = us.pop("cuBLAS")
-            for num_splits in MATRIX_SPLITS[name]:
-                best = min(us[str(one)] for one in found if one.num_splits == num_splits)
-                table.setdefault(num_splits, []).append(f"{best:.1f}")
-            quickest = sorted(us, key=lambda key: us[key])[:4]
-            told = ", ".join(f"{key}: {us[key]:.1f}" for key in dict.fromkeys([str(found[0]), *quickest]))
-            yield f"{name}, {num_rows} rows: cuBLAS {theirs:.1f}; {told}"
-        for num_splits, best_of_rows in table.items():
-            yield f"{name} in {num_splits}, the quickest at {[*NUM_ROWS]} rows: {', '.join(best_of_rows)}"
+            works: dict[str, Work] = {"cuBLAS": _bind(_each, weights, F.linear, rows)}
+            for numbers in PRODUCT_TILES[kind]:
+                work = _bind(_multiply, rows, weights, counters, tiles.OrderedTile(*numbers))
+                out = work()
+                assert isinstance(out, Tensor)
+                first = out[:1].clone() if first is None else first
+                if not torch.equal(out[:1], first):
+                    yield f"{name}, {num_rows} rows: OTHER BITS with {numbers}"
+                works[str(numbers)] = work
+            seconds = {key: one / copies for key, one in time_in_turn(works).items()}
+            told = ", ".join(f"{key} {one * 1e6:.1f}" for key, one in seconds.items())
+            theirs = seconds.pop("cuBLAS")
+            before = totals[num_rows]
+            totals[num_rows] = before[0] + min(seconds.values()), before[1] + theirs
+            yield f"{name}, {num_rows} rows: {theirs / min(seconds.values()):.2f} of {told}"
         del weights
         torch.cuda.empty_cache()
+    for num_rows, (ours, theirs) in totals.items():
+        yield f"all four, {num_rows} rows: {ours * 1e6:.1f} us, cuBLAS {theirs * 1e6:.1f}: {theirs / ours:.2f}"
 
 
 def _compile_products() -> Iterator[str]:
@@ -286,84 +225,72 @@ def _compile_products() -> Iterator[str]:
     from engine.warm.compiling import Compilers, Launches
 
     launches, counters = Launches(), ordered.Counters()
-    for name, (columns, depth) in MATRICES.items():
+    for columns, depth in MATRICES.values():
         weight = torch.empty(columns, depth, dtype=torch.bfloat16, device="cuda")
-        for num_rows in NUM_ROWS:
+        for num_rows, kind in NUM_ROWS.items():
             rows = torch.empty(num_rows, depth, dtype=torch.bfloat16, device="cuda")
             with launches.noting():
-                for one in candidates(name, num_rows):
-                    one.multiply(rows, [weight], counters)
+                for numbers in PRODUCT_TILES[kind]:
+                    _multiply(rows, [weight], counters, tiles.OrderedTile(*numbers))
     began_s = time.monotonic()
     Compilers().compile([*launches.signatures])
     yield f"{len(launches.signatures)} kernels compiled in {time.monotonic() - began_s:.1f} s"
 
 
-def dependent() -> Iterator[str]:
-    """Times decode steps of 8B with ordinary launches and with dependent ones, and compares their tokens."""
-    from benchmarks.gpu_engine import LARGE, Load, compile_all, make_decoder
-    from kernels.triton_backend import ExactBackend, TritonBackend
-
-    for backend, chosen in ((ExactBackend(), LAUNCHES), (TritonBackend(), [*LAUNCHES][:2])):
-        expected: dict[tuple[int, int], object] = {}
-        for name in chosen:
-            is_on, fetched = LAUNCHES[name]
-            with (
-                mock.patch.object(dependent_launch, "IS_ON", is_on),
-                mock.patch.object(ordered, "FETCHED_DEPTH", fetched),
-            ):
-                torch.manual_seed(0)
-                model = make_decoder(LARGE, backend)
-                compile_all(model)
-                for num_seqs, context_len in STEPS:
-                    load = Load(model, num_seqs * (context_len + 256))
-                    seconds = _time_steps(load, num_seqs, context_len)
-                    tokens = [load.core.step().token_ids for _ in range(NUM_COMPARED)]
-                    is_same = tokens == expected.setdefault((num_seqs, context_len), tokens)
-                    told = "" if is_same else ", OTHER TOKENS"
-                    yield f"{backend.name}, {name}, {num_seqs} x {context_len}: {seconds * 1e6:.0f} us a step{told}"
-                    del load
-                    torch.cuda.empty_cache()
-                del model
-                torch.cuda.empty_cache()
-
-
-def _time_steps(load: Any, num_seqs: int, context_len: int) -> float:
-    """Starts sequences; returns the median seconds of a step of all of them."""
-    for _ in range(num_seqs):
-        load.add(context_len, 100)
-    while load.step()[1] < num_seqs:
-        pass
-    seconds: Sequence[float] = [load.step()[0] for _ in range(40)]
-    return median(seconds[8:])
-
-
 def exact() -> Iterator[str]:
-    """Times decode steps and a prompt of 8B with products of one order and with cuBLAS's, in turn."""
+    """Times decode steps and a prompt of 8B with products of one order and with cuBLAS's, in turn.
+
+    Also with ordinary launches in place of ones that overlap the kernel before them, which give the same tokens.
+    """
     from benchmarks.gpu_engine import LARGE, Load, compile_all, make_decoder, run_prompt
     from kernels.triton_backend import ExactBackend, TritonBackend
 
     models = {}
-    for backend in (TritonBackend(), ExactBackend()):
-        models[backend.name] = make_decoder(LARGE, backend)
-        compile_all(models[backend.name])
+    for name, backend, overlaps in (
+        ("library", TritonBackend(), True),
+        ("library, ordinary launches", TritonBackend(), False),
+        ("in order", ExactBackend(), True),
+        ("in order, ordinary launches", ExactBackend(), False),
+    ):
+        torch.manual_seed(0)
+        with mock.patch.object(dependent_launch, "IS_ON", overlaps):
+            models[name] = make_decoder(LARGE, backend), overlaps
+            compile_all(models[name][0])
     for num_seqs, context_len in STEPS:
-        medians = {}
-        for name, model in models.items():
-            load = Load(model, num_seqs * (context_len + 256))
-            medians[name] = _time_steps(load, num_seqs, context_len)
+        us, tokens = {}, {}
+        for name, (model, overlaps) in models.items():
+            torch.manual_seed(0)
+            with mock.patch.object(dependent_launch, "IS_ON", overlaps):
+                load = Load(model, num_seqs * (context_len + 256))
+                for _ in range(num_seqs):
+                    load.add(context_len, 100)
+                while load.step()[1] < num_seqs:
+                    pass
+                us[name] = 1e6 * median([load.step()[0] for _ in range(40)][8:])
+                tokens[name] = load.core.step().token_ids
             del load
             torch.cuda.empty_cache()
-        library, ours = medians.values()
-        told = f"library {library * 1e6:.0f} us, in order {ours * 1e6:.0f} us"
-        yield f"8B, a step of {num_seqs} x {context_len}: {told}, {100 * ours / library:.1f} percent"
-    for name, model in models.items():
-        load = Load(model, 8192)
-        yield f"8B, a prompt of 2,048, {name}: {median(run_prompt(load, 2048) for _ in range(5)) * 1e3:.1f} ms"
+        told = ", ".join(f"{name} {one:.0f} us" for name, one in us.items())
+        are_same = all(tokens[name] == tokens[f"{name}, ordinary launches"] for name in ("library", "in order"))
+        percent = 100 * us["in order"] / us["library"]
+        yield f"8B, {num_seqs} x {context_len}: {told}: {percent:.1f} percent{'' if are_same else ', OTHER TOKENS'}"
+    for name, (model, overlaps) in models.items():
+        with mock.patch.object(dependent_launch, "IS_ON", overlaps):
+            load = Load(model, 8192)
+            yield f"8B, a prompt of 2,048, {name}: {median(run_prompt(load, 2048) for _ in range(5)) * 1e3:.1f} ms"
 
 
 def _each(weights: Sequence[Tensor], multiply: Callable[[Tensor, Tensor], Tensor], rows: Tensor) -> None:
     for one in weights:
         multiply(rows, one)
+
+
+def _multiply(rows: Tensor, weights: Sequence[Tensor], counters: ordered.Counters, tile: tiles.OrderedTile) -> Tensor:
+    """Multiplies with each of the weights; returns the first product."""
+    outs = [rows.new_empty(len(rows), len(one)) for one in weights]
+    for one, out in zip(weights, outs, strict=True):
+        ordered.multiply(rows, one, None, None, out, counters, tile)
+    return outs[0]
 
 
 def pages() -> Iterator[str]:

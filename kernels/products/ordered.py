@@ -1,8 +1,9 @@
 """Products of rows with plain matrices in Triton, of one order: a row's bits depend on no other row.
 
 The depth of a matrix is cut into splits, as its shape says. A split is summed from its first place to its last, and
-splits are added in order: for few rows by the last of a tile's programs, in the same launch, for many rows by one
-program that has all splits. Few rows are the right operand, so that all tiles have one kind of matrix instruction.
+splits are added in order: for few rows by the last of a tile's programs, in the same launch, for more by a launch of
+its own, for many by one program that has all splits. Few rows are the right operand, so that all tiles have one kind of
+matrix instruction.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
@@ -13,31 +14,26 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kernels.backend import Activation
-from kernels.products.dependent_launch import dependent, fetch_to_cache, wait_for_earlier
+from kernels.products.dependent_launch import dependent, wait_for_earlier
 from kernels.quantized.products import OPTIONS, add_up, write_rows
 from kernels.row_operations import gate_by
 from kernels.tiles import OrderedTile, architecture_of, choose_ordered_tile
 
-SPLIT_COLUMNS, WANTED_PROGRAMS, MAX_PROGRAMS = 64, 256, 512
-"""Columns of a program when splits are counted, and the programs that these make: more where splits would be long."""
-MIN_SPLIT_DEPTH, LONG_SPLIT_DEPTH = 1024, 1792
-MAX_SPLITS = 8
+SPLIT_COLUMNS, WANTED_PROGRAMS = 64, 256
+"""Columns of a program when splits are counted, and the programs that these make."""
+MIN_SPLIT_DEPTH, MAX_SPLITS = 1024, 8
 UNIT = 128
 """A split is a multiple of it, which the depth of an iteration divides."""
 ROWS_AT_ONCE = 8
 """Tiles of rows whose programs are neighbours, so that they find the columns in the cache."""
-MAX_SPLIT_ROWS = 128
-"""The most rows whose splits have a program each, and the most sums of a row's splits: 16 MiB in all."""
-MAX_COUNTED_ROWS = MAX_SPLIT_ROWS
-"""The most rows whose splits are added in the same launch: more have a launch of their own for it."""
+MAX_COUNTED_ROWS, MAX_SPLIT_ROWS = 16, 256
+"""The most rows whose splits are added in the same launch, and the most whose splits have a program each."""
 MAX_TILES, MAX_STREAMS = 1024, 128
 """The most tiles whose splits have a program each, and the most streams of a device that launch products."""
 WITH_DESCRIPTORS = ("sm_90", "sm_100")
 """Architectures that load tiles by a tensor's descriptor (TMA)."""
 ALIGNED_BYTES = 16
 """The alignment of a descriptor's rows."""
-FETCHED_DEPTH = 512
-"""The places of each split that a dependent launch of few rows has the L2 cache read before it waits, or 0."""
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_splits", "num_own", "out_split_stride"])
@@ -49,7 +45,6 @@ def multiply_in_order(
     out_ptr,  # [num_rows, num_columns]; of splits that another launch adds, float32 [num_splits, num_rows, num_columns]
     partial_ptr,  # [num_splits, tiles, ROWS * COLUMNS] float32, or None where this launch adds no others' splits
     counters_ptr,  # [tiles] int32, zeros before and after, or None likewise
-    fetched_ptr,  # the weights, of 2 bytes, of which each split's first FETCHED places go to the cache early, or None
     num_rows,
     num_columns,
     depth,
@@ -68,11 +63,11 @@ def multiply_in_order(
     GROUP: tl.constexpr,
     IS_TURNED: tl.constexpr,
     IS_DESCRIBED: tl.constexpr,
-    FETCHED: tl.constexpr,
     ACTIVATION: tl.constexpr,  # of a matrix of gates and ups in turns, whose product is gated; or None
 ):
     # One program has a tile of the product and one split of the depth, or all of them, one after another. IS_ALONE: it
     # has one split, and no second sum.
+    wait_for_earlier()
     program, split = tl.program_id(0), tl.program_id(1)
     row_tiles, column_tiles = tl.cdiv(num_rows, ROWS), tl.cdiv(num_columns, COLUMNS)
     first = program // (GROUP * column_tiles) * GROUP
@@ -80,12 +75,6 @@ def multiply_in_order(
     inside = program % (GROUP * column_tiles)
     row, column = (first + inside % at_once) * ROWS, inside // at_once * COLUMNS
     rows, columns = row + tl.arange(0, ROWS), column + tl.arange(0, COLUMNS)
-    if fetched_ptr is not None:
-        fetched_depths = tl.minimum(split * split_depth + tl.arange(0, FETCHED // 32) * 32, depth - 1)
-        for place in range(column, tl.minimum(column + COLUMNS, num_columns), 16):  # few at a time, for few registers
-            fetched_columns = tl.minimum(place + tl.arange(0, 16), num_columns - 1).to(tl.int64)
-            fetch_to_cache(fetched_ptr + fetched_columns[:, None] * weights_stride + fetched_depths[None, :])
-    wait_for_earlier()
     is_row, is_column = rows < num_rows, columns < num_columns
     if not IS_DESCRIBED:
         row_ptrs = states + rows[:, None].to(tl.int64) * states_stride
@@ -179,8 +168,7 @@ class Counters:
 
 def split_depth_of(num_columns: int, depth: int) -> int:
     """Computes the depth of a split from a matrix's shape alone: long splits, but enough programs to fill a device."""
-    num_programs = triton.cdiv(num_columns, SPLIT_COLUMNS)
-    wanted = max(WANTED_PROGRAMS // num_programs, min(MAX_PROGRAMS // num_programs, depth // LONG_SPLIT_DEPTH))
+    wanted = WANTED_PROGRAMS // triton.cdiv(num_columns, SPLIT_COLUMNS)
     num_splits = max(1, min(wanted, depth // MIN_SPLIT_DEPTH, MAX_SPLITS))
     return int(triton.cdiv(triton.cdiv(depth, num_splits), UNIT) * UNIT)
 
@@ -235,14 +223,12 @@ def multiply(
     partial = states.new_empty(num_splits if at_once else 0, *shape, dtype=torch.float32)
     added = (None, None, partial[0]) if adds_apart else (bias, residual, out)
     operands = (states, [tile.rows, tile.step]), (matrix, [tile.columns, tile.step])
-    is_described, options = all(_is_described(one) for one, _ in operands), dependent(OPTIONS)
-    fetches = FETCHED_DEPTH and is_described and num_rows <= MAX_SPLIT_ROWS and options is not OPTIONS
+    is_described = all(_is_described(one) for one, _ in operands)
     multiply_in_order[(num_tiles, num_splits if at_once else 1)](
         *(TensorDescriptor.from_tensor(*one) if is_described else one[0] for one in operands),
         *added,
         partial if counts else None,
         counters.here(states.device) if counts else None,
-        matrix if fetches else None,
         num_rows,
         num_columns,
         depth,
@@ -261,11 +247,10 @@ def multiply(
         GROUP=ROWS_AT_ONCE,
         IS_TURNED=tile.is_turned,
         IS_DESCRIBED=is_described,
-        FETCHED=FETCHED_DEPTH if fetches else 0,
         ACTIVATION=None if activation is None else activation.value,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
-        **options,
+        **dependent(OPTIONS),
     )
     if adds_apart:
         add_up(partial, bias, residual, out)

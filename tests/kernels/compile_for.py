@@ -266,21 +266,30 @@ def compile_ordered(
     tile: OrderedTile | None = None,
     activation: Activation | None = None,
 ) -> Compiled:
-    """Compiles products of one order: splits of few rows in a program each, of many in one program."""
+    """Compiles products of one order: splits of few rows in a program each, of many in one program.
+
+    Splits that another launch adds are compiled with a bias and a residual, which they have not.
+    """
     tile = tile or find_ordered_tile(architecture, kind, num_splits)
-    is_few = KIND_TO_ROWS.get(kind, ordered.MAX_SPLIT_ROWS + 1) <= ordered.MAX_SPLIT_ROWS
-    adds = num_splits > 1 and is_few
+    most_rows = KIND_TO_ROWS.get(kind, ordered.MAX_SPLIT_ROWS + 1)
+    counts, is_alone = (
+        num_splits > 1 and most_rows <= ordered.MAX_COUNTED_ROWS,
+        num_splits == 1 or most_rows <= ordered.MAX_SPLIT_ROWS,
+    )
     is_described = architecture in ordered.WITH_DESCRIPTORS and dtype != "fp32"
     operands = ("states", tile.rows), ("weights", tile.columns)
     types = TYPES_OF_SUMS | {
         name: f"tensordesc<{dtype}[{rows}, {tile.step}]>" if is_described else f"*{dtype}" for name, rows in operands
     }
-    constants: dict[str, Any] = {} if adds else {"partial_ptr": None, "counters_ptr": None}
-    constants |= {"IS_ALONE": adds or num_splits == 1, "ROWS": tile.rows, "COLUMNS": tile.columns, "STEP": tile.step}
+    constants: dict[str, Any] = {} if counts else {"partial_ptr": None, "counters_ptr": None}
+    constants |= {
+        "IS_ALONE": is_alone,
+        "ROWS": tile.rows,
+        "COLUMNS": tile.columns,
+        "STEP": tile.step,
+    }
     constants |= {"GROUP": ordered.ROWS_AT_ONCE, "IS_TURNED": tile.is_turned, "IS_DESCRIBED": is_described}
     constants["ACTIVATION"] = None if activation is None else activation.value
-    fetches = is_few and is_described and architecture in WITH_DEPENDENT_LAUNCHES
-    constants |= {"FETCHED": ordered.FETCHED_DEPTH} if fetches else {"FETCHED": 0, "fetched_ptr": None}
     options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages, **products_options(architecture)}
     name = f"{ORDERED} {kind} {num_splits}" + ("" if activation is None else f" {activation.name}")
     return compile_kernel(architecture, ordered.multiply_in_order, name, dtype, options, None, types, **constants)

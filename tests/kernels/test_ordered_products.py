@@ -77,12 +77,17 @@ def test_splits_of_the_depth_are_added_up(dtype: torch.dtype, num_rows: int) -> 
 @pytest.mark.parametrize("activation", Activation)
 @pytest.mark.parametrize("num_rows", [1, 20, 70, 140])
 def test_a_gated_product_is_the_gate_of_a_product(dtype: torch.dtype, activation: Activation, num_rows: int) -> None:
-    """Gates and ups are in turns in the matrix; both the depth and the columns are cut."""
+    """Gates and ups are in turns in the matrix; both the depth and the columns are cut.
+
+    The kernel of rows fuses no product with a sum, which the other activations have: they may round otherwise.
+    """
     states, matrix, bias = draw(dtype, num_rows, 300), draw(dtype, 2 * 77, 300), draw(dtype, 2 * 77)
     for given_bias in (None, bias):
         gated = BACKEND.gated_linear(states, BACKEND.pack_gated(matrix), given_bias, activation)
         expected = BACKEND.gate(BACKEND.linear(states, BACKEND.pack(matrix), given_bias), activation)
-        assert torch.equal(gated, expected)
+        torch.testing.assert_close(gated, expected)
+        if activation is Activation.SILU:
+            assert torch.equal(gated, expected)
 
 
 @settings(deadline=None, max_examples=15)
@@ -123,9 +128,9 @@ def test_a_row_has_the_same_bits_among_any_number_of_rows(
 
 @pytest.mark.usefixtures("small_splits")
 @pytest.mark.parametrize("num_rows", [1, 40, 128])
-def test_splits_that_a_launch_of_its_own_adds_have_the_same_bits(
-    num_rows: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_splits_have_the_same_bits_whatever_adds_them(num_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last of a tile's programs, or a launch of its own."""
+    monkeypatch.setattr(ordered, "MAX_COUNTED_ROWS", num_rows)
     weight, states = BACKEND.pack(draw(torch.bfloat16, 70, 600)), draw(torch.bfloat16, num_rows, 600)
     bias, residual = draw(torch.bfloat16, 70), draw(torch.bfloat16, num_rows, 70)
     expected = BACKEND.linear(states, weight, bias, residual)
@@ -137,8 +142,8 @@ def test_splits_that_a_launch_of_its_own_adds_have_the_same_bits(
 
 @pytest.mark.usefixtures("small_splits")
 def test_a_product_leaves_its_counters_as_they_were() -> None:
-    counters, states, matrix = Counters(), draw(torch.float16, 40, 512), draw(torch.float16, 200, 512)
-    out = torch.empty(40, 200, dtype=torch.float16, device=DEVICE)
+    counters, states, matrix = Counters(), draw(torch.float16, 13, 512), draw(torch.float16, 200, 512)
+    out = torch.empty(13, 200, dtype=torch.float16, device=DEVICE)
     for _ in range(3):
         again = ordered.linear(states, matrix, None, None, out.clone(), counters)
         assert not counters.here(DEVICE).any()
@@ -147,12 +152,12 @@ def test_a_product_leaves_its_counters_as_they_were() -> None:
 
 def test_splits_follow_from_the_shape_alone_and_fit_the_counters() -> None:
     found = [-(-depth // split_depth_of(columns, depth)) for columns, depth in MODELS]
-    assert found == [2, 4, 1, 8, 1, 1, 1, 1]
+    assert found == [2, 4, 1, 4, 1, 1, 1, 1]
     for columns in range(1, 18_000, 7):
         splits = -(-65_536 // split_depth_of(columns, 65_536))
         if splits > 1:
             wide = -(-columns // ordered.SPLIT_COLUMNS)
-            assert wide * splits <= ordered.MAX_PROGRAMS
+            assert wide * splits <= ordered.WANTED_PROGRAMS
             assert wide * ordered.MAX_SPLIT_ROWS // 64 <= ordered.MAX_TILES
 
 
