@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from benchmarks.gpu_codes import CodesTile, chunks_per_split, is_supported, multiply_part, write_read
+from kernels.quantized import products
 from kernels.quantized.device_layout import CodedWeight
 from kernels.triton_backend import TritonBackend
 from tests.kernels.interpreter import bfloat16_as_on_a_gpu
@@ -56,6 +57,16 @@ def test_products_are_those_of_weights_that_are_not_rounded(
         magnitudes = states.double().abs() @ widened.abs().T + bias.double().abs() + residual.double().abs()
         assert ((out.double() - expected).abs() <= 1e-5 * magnitudes).all()
         assert not counters.any()
+
+
+@pytest.mark.parametrize("name", ["Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "FP8 of blocks"])
+def test_weights_that_are_widened_a_plane_at_a_time(name: str) -> None:
+    [part] = draw(name, 40, 600)[0].parts
+    states, counters = torch.randn(5, 600, device=DEVICE).bfloat16(), torch.zeros(8, dtype=torch.int32, device=DEVICE)
+    out, expected = torch.empty(2, 5, 40, device=DEVICE)
+    multiply_part(states, part, CodesTile(16, 32, 1, 3, 64, is_widened=True), counters, None, None, out)
+    products.multiply_part(states, part, None, None, expected)
+    torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-3)
 
 
 @pytest.mark.parametrize("name", [one for one in DRAWS if one not in NAMES])
