@@ -110,7 +110,7 @@ def works_of(asked: str, states: Tensor, counters: Tensor) -> dict[str, Work]:
 
 
 def check(works: dict[str, Work], alone: dict[str, Work], matrix: Matrix) -> Iterator[str]:
-    """Compares products with the exact ones, all columns with the table's, and a row's bits with those it has alone.
+    """Compares products with the exact ones, all columns with the table's, and a row's bits with its own alone.
 
     Tells the largest differences, and drops the works that fail.
     """

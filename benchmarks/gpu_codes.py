@@ -64,6 +64,11 @@ def write_read(form: CodeFormat, plane: int) -> str:
     return "{ .reg .b32 moved, above, taken, minus; " + " ".join(lines) + " }"
 
 
+def write_reads(form: CodeFormat) -> tuple[str, ...]:
+    """Writes the assembly of each plane of a word."""
+    return tuple(write_read(form, plane) for plane in range(2 if form.bits == 8 else 4))
+
+
 @triton.jit
 def read_numbers(words, rest, ADDED: tl.constexpr, PLANE_INDEX: tl.constexpr, BITS: tl.constexpr, READS: tl.constexpr):
     """Reads a plane's codes as bfloat16, ADDED added. READS: the assembly of a pair, by plane, or None."""
@@ -301,7 +306,7 @@ def multiply_part(
         COLUMNS=tile.columns,
         STAGES=tile.num_stages,
         IS_WIDENED=tile.is_widened,
-        READS=tuple(write_read(form, plane) for plane in range(2 if form.bits == 8 else 4)) if by_pairs else None,
+        READS=write_reads(form) if by_pairs else None,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
         **constants_of(part),
