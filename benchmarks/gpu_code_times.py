@@ -26,7 +26,7 @@ from kernels.quantized.device_layout import CodedWeight
 from tests.kernels.quantized_matrices import DRAWS
 
 COMMAND = [sys.executable, "-m", "benchmarks.gpu_code_times"]
-MEASURING_S = 15.0
+MEASURING_S = 25.0
 CHECKED_COLUMNS = 256
 MAX_TILES = 1 << 16
 MAX_OFF = 2e-2
