@@ -14,26 +14,28 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.quantized.device_layout import CodeFormat, Part
-from kernels.quantized.products import OPTIONS, constants_of, number_of_byte, number_of_half, write_rows
+from kernels.quantized.products import OPTIONS, constants_of, number_of_byte, number_of_half, widen, write_rows
 
 BASE = tl.constexpr(128)
 """A code of 7 bits at most, below the bits of this number in bfloat16, is their sum."""
 BASES = 0x43004300
 """Two of them."""
 MIN_SPLIT_DEPTH, MAX_SPLITS = 256, 16
-SPLITS_AT_ONCE = tl.constexpr(4)
-"""Loads of splits under way."""
 
 
 @dataclass(frozen=True)
 class CodesTile:
-    """The shape of a program, and the most programs along columns and depth together."""
+    """The shape of a program, and the most programs along columns and depth together.
+
+    is_widened: weights are widened a plane at a time, with their bits, in place of products that are scaled.
+    """
 
     rows: int
     columns: int
     num_warps: int
     num_stages: int
     num_programs: int
+    is_widened: bool = False
 
 
 def is_supported(form: CodeFormat) -> bool:
@@ -62,6 +64,11 @@ def write_read(form: CodeFormat, plane: int) -> str:
     return "{ .reg .b32 moved, above, taken, minus; " + " ".join(lines) + " }"
 
 
+def write_reads(form: CodeFormat) -> tuple[str, ...]:
+    """Writes the assembly of each plane of a word."""
+    return tuple(write_read(form, plane) for plane in range(2 if form.bits == 8 else 4))
+
+
 @triton.jit
 def read_numbers(words, rest, ADDED: tl.constexpr, PLANE_INDEX: tl.constexpr, BITS: tl.constexpr, READS: tl.constexpr):
     """Reads a plane's codes as bfloat16, ADDED added. READS: the assembly of a pair, by plane, or None."""
@@ -81,10 +88,97 @@ def read_numbers(words, rest, ADDED: tl.constexpr, PLANE_INDEX: tl.constexpr, BI
     return numbers
 
 
+@triton.jit
+def add_scaled(
+    total,
+    tables,
+    row_ptrs,
+    is_row,
+    depth,
+    columns,
+    chunk,
+    PLANE_INDEX: tl.constexpr,
+    FORM: tl.constexpr,
+    SCALE: tl.constexpr,
+    READS: tl.constexpr,
+):
+    """Adds products with a plane's codes, scaled, to sums [columns, rows]. FORM: as `products.widen_word` has it."""
+    codes_ptr, rest_ptr, scales_ptr, factors_ptr, num_columns = tables
+    PLANES: tl.constexpr = FORM[0]
+    BITS: tl.constexpr = FORM[1]
+    BLOCK: tl.constexpr = FORM[2]
+    ZERO: tl.constexpr = FORM[3]
+    HAS_OFFSETS: tl.constexpr = FORM[6]
+    IS_HALVED: tl.constexpr = FORM[7]
+    COLUMNS: tl.constexpr = columns.shape[0]
+    GROUP: tl.constexpr = 16 if IS_HALVED else 32
+    OF_WORD: tl.constexpr = 2 if BITS == 8 else 4
+    if BLOCK % (PLANES * 32) == 0:
+        block = chunk // (BLOCK // (PLANES * 32))
+    else:
+        block = (chunk * PLANES + PLANE_INDEX) // (BLOCK // 32)
+    scale_words = tl.load(scales_ptr + block.to(tl.int64) * num_columns + columns)
+    if tl.float32 == SCALE:
+        plane_scales = scale_words.to(tl.float32, bitcast=True)
+    else:
+        plane_scales = number_of_half(scale_words, 0, SCALE)
+    if factors_ptr is not None:
+        pair = (chunk * (PLANES // 2) + PLANE_INDEX // 2).to(tl.int64)
+        factors = tl.load(factors_ptr + pair * num_columns + columns)
+    for part in tl.static_range(32 // GROUP):
+        places = columns[:, None] * 32 + part * GROUP + tl.arange(0, GROUP)[None, :]
+        word = (chunk * (PLANES // OF_WORD) + PLANE_INDEX // OF_WORD).to(tl.int64)
+        words = tl.load(codes_ptr + word * num_columns * 32 + places)
+        rest = None
+        if rest_ptr is not None:
+            pairs = columns[:, None] * 16 + part * (GROUP // 2) + tl.arange(0, GROUP // 2)[None, :]
+            rest = tl.load(rest_ptr + chunk.to(tl.int64) * num_columns * 16 + pairs)
+            rest = tl.broadcast_to(rest[:, :, None], COLUMNS, GROUP // 2, 2).reshape(COLUMNS, GROUP)
+        codes = read_numbers(words, rest, BASE if HAS_OFFSETS else -ZERO, PLANE_INDEX % OF_WORD, BITS, READS)
+        depths = (chunk * PLANES + PLANE_INDEX) * 32 + part * GROUP + tl.arange(0, GROUP)
+        present = is_row[:, None] & (depths < depth)[None, :]
+        states = tl.trans(tl.load(row_ptrs + depths[None, :], mask=present, other=0.0))
+        scales = plane_scales
+        if factors_ptr is not None:
+            scales = scales * number_of_byte(factors, PLANE_INDEX % 2 * 2 + (part if IS_HALVED else 0))
+        if HAS_OFFSETS:
+            # The sum begins with what BASE adds to it, taken away: a multiple of the sum of the states.
+            sums = tl.dot(tl.full([COLUMNS, GROUP], -BASE, tl.bfloat16), states)
+            offsets = number_of_half(scale_words, 1, SCALE) * (-1 / BASE)
+            if factors_ptr is not None:
+                offsets = offsets * number_of_byte(factors, PLANE_INDEX % 2 * 2 + 1)
+            total += tl.dot(codes, states, sums) * scales[:, None]
+            total += sums * offsets[:, None]
+        else:
+            total += tl.dot(codes, states) * scales[:, None]
+    return total
+
+
+@triton.jit
+def add_widened(
+    total,
+    tables,
+    row_ptrs,
+    is_row,
+    depth,
+    columns,
+    chunk,
+    PLANE_INDEX: tl.constexpr,
+    FORM: tl.constexpr,
+    SCALE: tl.constexpr,
+    SOURCE: tl.constexpr,
+):
+    """Adds products with a plane's weights, which have the bits of `Quantized.dequantize`, to sums [columns, rows]."""
+    weights = widen(*tables, columns, chunk, PLANE_INDEX, FORM, SCALE, SOURCE)
+    depths = (chunk * FORM[0] + PLANE_INDEX) * 32 + tl.arange(0, 32)
+    states = tl.load(row_ptrs + depths[None, :], mask=is_row[:, None] & (depths < depth)[None, :], other=0.0)
+    return tl.dot(weights.to(states.dtype), tl.trans(states), total, input_precision="ieee")
+
+
 @triton.jit(do_not_specialize=["num_rows", "num_chunks", "split_chunks", "num_splits"])
 def multiply_codes(
     states_ptr,  # [num_rows, depth] bfloat16
-    codes_ptr,  # [num_chunks, words of a place, num_columns, 32] int16
+    codes_ptr,  # [num_chunks, words of a place, num_columns, 32] int16; IS_WIDENED: as `products.multiply` has them
     rest_ptr,  # [num_chunks, num_columns, 16] int16, or None
     scales_ptr,  # [blocks, num_columns] int32
     factors_ptr,  # [pairs of planes, num_columns] int32, or None
@@ -115,6 +209,7 @@ def multiply_codes(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     STAGES: tl.constexpr,
+    IS_WIDENED: tl.constexpr,
     READS: tl.constexpr,
 ):
     # One program multiplies ROWS rows by COLUMNS columns over one split of the depth; the last of a tile adds them up.
@@ -125,8 +220,8 @@ def multiply_codes(
     columns = tl.minimum(out_columns, num_columns - 1)
     is_row, is_column = rows < num_rows, out_columns < num_columns
     row_ptrs = states_ptr + rows[:, None].to(tl.int64) * states_stride
-    GROUP: tl.constexpr = 16 if IS_HALVED else 32
-    OF_WORD: tl.constexpr = 2 if BITS == 8 else 4
+    tables = codes_ptr, rest_ptr, scales_ptr, factors_ptr, num_columns
+    FORM: tl.constexpr = (PLANES, BITS, BLOCK, ZERO, NUMBERS, IS_FLOAT, HAS_OFFSETS, IS_HALVED)
 
     total = tl.zeros([COLUMNS, ROWS], tl.float32)
     first_chunk = split * split_chunks
@@ -134,44 +229,11 @@ def multiply_codes(
     for place in tl.range(tl.minimum(split_chunks, num_chunks - first_chunk), num_stages=STAGES):
         chunk = first_chunk + place
         for plane in tl.static_range(PLANES):
-            if BLOCK % (PLANES * 32) == 0:
-                block = chunk // (BLOCK // (PLANES * 32))
+            place_of_rows = row_ptrs, is_row, depth
+            if IS_WIDENED:
+                total = add_widened(total, tables, *place_of_rows, columns, chunk, plane, FORM, SCALE, SOURCE)
             else:
-                block = (chunk * PLANES + plane) // (BLOCK // 32)
-            scale_words = tl.load(scales_ptr + block.to(tl.int64) * num_columns + columns)
-            if tl.float32 == SCALE:
-                plane_scales = scale_words.to(tl.float32, bitcast=True)
-            else:
-                plane_scales = number_of_half(scale_words, 0, SCALE)
-            if factors_ptr is not None:
-                pair = (chunk * (PLANES // 2) + plane // 2).to(tl.int64)
-                factors = tl.load(factors_ptr + pair * num_columns + columns)
-            for part in tl.static_range(32 // GROUP):
-                places = columns[:, None] * 32 + part * GROUP + tl.arange(0, GROUP)[None, :]
-                word = (chunk * (PLANES // OF_WORD) + plane // OF_WORD).to(tl.int64)
-                words = tl.load(codes_ptr + word * num_columns * 32 + places)
-                rest = None
-                if rest_ptr is not None:
-                    pairs = columns[:, None] * 16 + part * (GROUP // 2) + tl.arange(0, GROUP // 2)[None, :]
-                    rest = tl.load(rest_ptr + chunk.to(tl.int64) * num_columns * 16 + pairs)
-                    rest = tl.broadcast_to(rest[:, :, None], COLUMNS, GROUP // 2, 2).reshape(COLUMNS, GROUP)
-                codes = read_numbers(words, rest, BASE if HAS_OFFSETS else -ZERO, plane % OF_WORD, BITS, READS)
-                depths = (chunk * PLANES + plane) * 32 + part * GROUP + tl.arange(0, GROUP)
-                present = is_row[:, None] & (depths < depth)[None, :]
-                states = tl.trans(tl.load(row_ptrs + depths[None, :], mask=present, other=0.0))
-                scales = plane_scales
-                if factors_ptr is not None:
-                    scales = scales * number_of_byte(factors, plane % 2 * 2 + (part if IS_HALVED else 0))
-                if HAS_OFFSETS:
-                    # The sum begins with what BASE adds to it, taken away: a multiple of the sum of the states.
-                    sums = tl.dot(tl.full([COLUMNS, GROUP], -BASE, tl.bfloat16), states)
-                    offsets = number_of_half(scale_words, 1, SCALE) * (-1 / BASE)
-                    if factors_ptr is not None:
-                        offsets = offsets * number_of_byte(factors, plane % 2 * 2 + 1)
-                    total += tl.dot(codes, states, sums) * scales[:, None]
-                    total += sums * offsets[:, None]
-                else:
-                    total += tl.dot(codes, states) * scales[:, None]
+                total = add_scaled(total, tables, *place_of_rows, columns, chunk, plane, FORM, SCALE, READS)
 
     if partial_ptr is not None:
         inner = tl.arange(0, COLUMNS)[:, None] * ROWS + tl.arange(0, ROWS)[None, :]
@@ -184,8 +246,9 @@ def multiply_codes(
         # The tile's last program: it finds the sums of all, which its processor's own cache may not have.
         tl.debug_barrier()
         total = tl.zeros_like(total)
-        for first in range(0, num_splits, SPLITS_AT_ONCE):
-            for own in tl.static_range(SPLITS_AT_ONCE):
+        AT_ONCE: tl.constexpr = 4 if ROWS <= 16 else 1  # loads under way: more rows would not fit the registers
+        for first in range(0, num_splits, AT_ONCE):
+            for own in tl.static_range(AT_ONCE):
                 is_split = tl.zeros_like(inner) + first + own < num_splits
                 own_ptrs = tile_ptrs + (first + own) * split_stride
                 total += tl.load(own_ptrs, mask=is_split, other=0.0, cache_modifier=".cg")
@@ -218,10 +281,10 @@ def multiply_part(
     num_splits = triton.cdiv(part.num_chunks, split_chunks)
     num_tiles = triton.cdiv(num_rows, tile.rows) * triton.cdiv(part.columns, tile.columns)
     sums = num_splits * num_tiles * tile.rows * tile.columns
-    by_pairs = states.is_cuda and torch.version.hip is None
+    by_pairs = not tile.is_widened and states.is_cuda and torch.version.hip is None
     multiply_codes[(num_tiles, num_splits)](
         states,
-        tables.codes.view(torch.int16),
+        tables.codes if tile.is_widened else tables.codes.view(torch.int16),
         tables.rest,
         tables.scales,
         tables.factors,
@@ -242,7 +305,8 @@ def multiply_part(
         ROWS=tile.rows,
         COLUMNS=tile.columns,
         STAGES=tile.num_stages,
-        READS=tuple(write_read(form, plane) for plane in range(2 if form.bits == 8 else 4)) if by_pairs else None,
+        IS_WIDENED=tile.is_widened,
+        READS=write_reads(form) if by_pairs else None,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
         **constants_of(part),

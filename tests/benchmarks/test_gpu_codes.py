@@ -1,13 +1,20 @@
 """Products whose codes are scaled after them, interpreted where there is no GPU."""
 
+import json
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from benchmarks.gpu_codes import CodesTile, chunks_per_split, is_supported, multiply_part, write_read
+from kernels.quantized import products
 from kernels.quantized.device_layout import CodedWeight
 from kernels.triton_backend import TritonBackend
 from tests.kernels.interpreter import bfloat16_as_on_a_gpu
@@ -15,6 +22,10 @@ from tests.kernels.quantized_matrices import DRAWS
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 NAMES = ("Q4_0", "Q4_1", "Q4_K", "Q6_K", "Q8_0", "W8A16 of channels", "W4A16 of groups", "W4A16 with zero points")
+ROOT = Path(__file__).parents[2]
+COMPILATION_S = 300
+MOST_INSTRUCTIONS = {"Q4_K": 4.5, "Q6_K": 6.0, "Q8_0": 4.5}
+MAY_SPILL = 64
 WORDS = (0x0000, 0xFFFF, 0x1234, 0xA5F0, 0x8041, 0x7EB9)
 
 
@@ -35,9 +46,7 @@ def draw(name: str, columns: int, depth: int) -> tuple[CodedWeight, torch.Tensor
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize(("num_rows", "rows", "num_programs"), [(3, 16, 1), (19, 16, 64), (5, 8, 2)])
-def test_products_are_those_of_weights_that_are_not_rounded(
-    name: str, num_rows: int, rows: int, num_programs: int
-) -> None:
+def test_no_weight_is_rounded(name: str, num_rows: int, rows: int, num_programs: int) -> None:
     weight, widened = draw(name, 40, 600)
     [part] = weight.parts
     assert is_supported(part.format)
@@ -56,6 +65,16 @@ def test_products_are_those_of_weights_that_are_not_rounded(
         magnitudes = states.double().abs() @ widened.abs().T + bias.double().abs() + residual.double().abs()
         assert ((out.double() - expected).abs() <= 1e-5 * magnitudes).all()
         assert not counters.any()
+
+
+@pytest.mark.parametrize("name", ["Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "FP8 of blocks"])
+def test_weights_that_are_widened_a_plane_at_a_time(name: str) -> None:
+    [part] = draw(name, 40, 600)[0].parts
+    states, counters = torch.randn(5, 600, device=DEVICE).bfloat16(), torch.zeros(8, dtype=torch.int32, device=DEVICE)
+    out, expected = torch.empty(2, 5, 40, device=DEVICE)
+    multiply_part(states, part, CodesTile(16, 32, 1, 3, 64, is_widened=True), counters, None, None, out)
+    products.multiply_part(states, part, None, None, expected)
+    torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-3)
 
 
 @pytest.mark.parametrize("name", [one for one in DRAWS if one not in NAMES])
@@ -96,6 +115,29 @@ def emulate(text: str, words: int, rests: int) -> int:
             result = low | high << 16
         found[target] = result
     return found["$0"]
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    env |= {"PYTHONPATH": str(ROOT), "TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("triton"))}
+    command = [sys.executable, "-m", "tests.benchmarks.codes_code"]
+    done = subprocess.run(
+        command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=COMPILATION_S, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    tiles: dict[str, dict[str, Any]] = json.loads(done.stdout)
+    return tiles
+
+
+@pytest.mark.timeout(COMPILATION_S)
+def test_a_weight_costs_few_instructions_and_nothing_is_spilled(compiled: dict[str, dict[str, Any]]) -> None:
+    """Of scaled products of up to 16 rows on an H100; a conversion of codes through shared memory would show."""
+    for tile, one in compiled.items():
+        assert one["spilled"] <= MAY_SPILL, tile
+        form, _, numbers = tile.partition(" ")
+        if "True" not in numbers and not numbers.startswith("(32"):
+            assert one["instructions_per_weight"] <= MOST_INSTRUCTIONS[form], tile
 
 
 @pytest.mark.parametrize("name", ["Q4_0", "Q4_K", "Q6_K", "Q8_0"])
