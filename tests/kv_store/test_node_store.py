@@ -21,6 +21,7 @@ from kv_store.tiers.cold_tier import ColdTier
 from kv_store.tiers.cold_writer import ColdWriter
 from kv_store.tiers.memory_tier import MemoryTier
 from kv_store.tiers.redis_tier import RedisTier
+from tests.harness.directory_gate import DirectoryGate
 from tests.harness.fake_clock import FakeClock
 from tests.kv_store.names import LAYOUT, MAC_KEY, committed, names_of, payload_of, put_one
 from tests.kv_store.pools import filled_pool, page_of, pages_from
@@ -439,6 +440,16 @@ def test_without_a_cold_tier(node: Node) -> None:
     store = node.publish(names)
     assert node.fetch(names_of(16)) == [Tier.HOST] * 2
     assert store.control.status().cold == []
+
+
+def test_a_prompt_that_is_nowhere_asks_the_directory_twice() -> None:
+    calls: list[str] = []
+    with twins() as node:
+        gate = DirectoryGate(node.directory)
+        gate.before = lambda method, _: calls.append(method)
+        node.connect = lambda: (node.arena, gate)
+        assert node.fetch(names_of(18)) == []
+    assert calls == ["lease", "why"]
 
 
 def test_an_arena_for_other_blocks_is_refused() -> None:
