@@ -442,14 +442,41 @@ def test_without_a_cold_tier(node: Node) -> None:
     assert store.control.status().cold == []
 
 
-def test_a_prompt_that_is_nowhere_asks_the_directory_twice() -> None:
-    calls: list[str] = []
+@pytest.fixture
+def calls() -> list[str]:
+    """The calls of `gated`'s directory."""
+    return []
+
+
+@pytest.fixture
+def gated(calls: list[str]) -> Iterator[Node]:
+    """Twins behind a gate that notes the calls of the directory."""
     with twins() as node:
         gate = DirectoryGate(node.directory)
         gate.before = lambda method, _: calls.append(method)
         node.connect = lambda: (node.arena, gate)
-        assert node.fetch(names_of(18)) == []
+        yield node
+
+
+def test_a_prompt_that_is_nowhere_asks_the_directory_twice(gated: Node, calls: list[str]) -> None:
+    assert gated.fetch(names_of(18)) == []
     assert calls == ["lease", "why"]
+
+
+class BatchingPool(DevicePool):
+    """A pool in host memory that copies two pages at once, as a device's does many."""
+
+    num_copied_at_once = 2
+
+
+def test_a_publish_reserves_once_and_commits_only_what_it_copies(gated: Node, calls: list[str]) -> None:
+    names = names_of(20)
+    store = gated.store(BatchingPool(LAYOUT, 8, torch.device("cpu")))
+    assert store.write_through(names[:3], pages_from(0, 3), None) == 3
+    assert store.write_through(names, pages_from(0, 5), REQUEST) == 5
+    assert store.write_through(names, pages_from(0, 5), REQUEST) == 5
+    assert calls == ["reserve", "commit", "commit", "reserve", "commit", "reserve"]
+    gated.directory.release_holds([REQUEST])
 
 
 def test_an_arena_for_other_blocks_is_refused() -> None:
