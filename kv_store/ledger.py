@@ -37,6 +37,9 @@ class PageState(Enum):
     __hash__ = object.__hash__  # an Enum's own takes longer than the count that it finds
 
 
+_FREE, _OWNED, _PUBLISHED, _CACHED, _DRAINING = PageState  # an Enum's attribute takes longer than a name
+
+
 class Ledger(Generic[Page]):
     """The ledger of `num_pages` pages. Not thread-safe.
 
@@ -60,7 +63,7 @@ class Ledger(Generic[Page]):
         self._keys: list[BlockKey | None] = [None] * num_pages
         self._references = array("i", bytes(4 * num_pages))
         self._transfers = array("i", bytes(4 * num_pages))
-        self._num = Counter({PageState.FREE: num_pages})
+        self._num = Counter({_FREE: num_pages})
         self._free = [*reversed(self.pages)]
         self._num_cached = Counter[Priority]()
         self.order = order(self._key_to_page, self._keys, policy(num_pages))
@@ -82,13 +85,13 @@ class Ledger(Generic[Page]):
         del self._free[len(self._free) - num_pages :]
         for page in pages:
             self._references[page] = 1
-        self._num[PageState.FREE] -= num_pages
-        self._num[PageState.OWNED] += num_pages
+        self._num[_FREE] -= num_pages
+        self._num[_OWNED] += num_pages
         return pages
 
     def acquire(self, page: Page) -> None:
         """Adds a reference to a page that has a reference or is indexed."""
-        if self.state(page) in (PageState.FREE, PageState.DRAINING):
+        if self.state(page) in (_FREE, _DRAINING):
             raise ValueError(f"page {page} is {self.state(page).value}: nothing to share")
         self._change(page, self._references, 1)
 
@@ -111,7 +114,7 @@ class Ledger(Generic[Page]):
         parent: the key of the block before it, which is evicted later. owner: a number, 0 for none.
         """
         before = self.state(page)
-        if before is PageState.FREE:
+        if before is _FREE:
             raise ValueError(f"page {page} is free: nothing to index")
         if key in self._key_to_page:
             return self._key_to_page[key] == page
@@ -141,7 +144,7 @@ class Ledger(Generic[Page]):
 
     def begin_transfer(self, page: Page) -> None:
         """Notes a copy to or from a page: even freed, it is not allocated before `end_transfer`."""
-        if self.state(page) is PageState.FREE:
+        if self.state(page) is _FREE:
             raise ValueError(f"page {page} is free: nothing to transfer")
         self._change(page, self._transfers, 1)
 
@@ -153,7 +156,7 @@ class Ledger(Generic[Page]):
 
     def set_priority(self, page: Page, priority: Priority) -> None:
         """Changes the eviction priority of an indexed page."""
-        if self.state(page) is PageState.CACHED:
+        if self.state(page) is _CACHED:
             self._num_cached[self.order.priority_of(page)] -= 1
             self._num_cached[priority] += 1
         self.order.set_priority(page, priority)
@@ -171,10 +174,10 @@ class Ledger(Generic[Page]):
         """Derives a page's state from its counts."""
         is_indexed = self._keys[page] is not None
         if self._references[page]:
-            return PageState.PUBLISHED if is_indexed else PageState.OWNED
+            return _PUBLISHED if is_indexed else _OWNED
         if is_indexed:
-            return PageState.CACHED
-        return PageState.DRAINING if self._transfers[page] else PageState.FREE
+            return _CACHED
+        return _DRAINING if self._transfers[page] else _FREE
 
     def counts(self) -> LedgerCounts:
         return LedgerCounts(**{state.value: self._num[state] for state in PageState}, total=self.num_pages)
@@ -182,14 +185,14 @@ class Ledger(Generic[Page]):
     def check(self) -> list[str]:
         """Lists violated invariants, recounted page by page; empty if none."""
         found = {state: [page for page in self.pages if self.state(page) is state] for state in PageState}
-        idle = {page for page in found[PageState.CACHED] if not self._transfers[page]}
+        idle = {page for page in found[_CACHED] if not self._transfers[page]}
         rules = {
             "a count is negative": min([*self._references, *self._transfers], default=0) >= 0,
             "the states do not sum to the pool": self._num.total() == self.num_pages,
             "the counts differ from the pages": all(self._num[state] == len(found[state]) for state in PageState),
             "the counts of cached pages differ from the pages": +self._num_cached
-            == Counter(self.order.priority_of(page) for page in found[PageState.CACHED]),
-            "the free list differs from the free pages": sorted(self._free) == found[PageState.FREE],
+            == Counter(self.order.priority_of(page) for page in found[_CACHED]),
+            "the free list differs from the free pages": sorted(self._free) == found[_FREE],
             "the eviction order differs from the idle cached pages": len(self.order) == len(idle)
             and all(page in self.order for page in idle),
         }
@@ -205,7 +208,7 @@ class Ledger(Generic[Page]):
             return
         count[page] += by
         if not self._references[page]:
-            self._settle(page, PageState.OWNED if self._keys[page] is None else PageState.PUBLISHED)
+            self._settle(page, _OWNED if self._keys[page] is None else _PUBLISHED)
 
     def _settle(self, page: Page, before: PageState) -> None:
         """Moves a page to the lists and counts of its state."""
@@ -213,19 +216,19 @@ class Ledger(Generic[Page]):
         if after is not before:
             self._leave(page, before)
             self._enter(page, after)
-        is_idle = after is PageState.CACHED and not self._transfers[page]
-        if is_idle != (before is PageState.CACHED and page in self.order):
+        is_idle = after is _CACHED and not self._transfers[page]
+        if is_idle != (before is _CACHED and page in self.order):
             (self.order.add if is_idle else self.order.remove)(page)
 
     def _leave(self, page: Page, state: PageState) -> None:
         self._num[state] -= 1
-        if state is PageState.CACHED:
+        if state is _CACHED:
             self._num_cached[self.order.priority_of(page)] -= 1
 
     def _enter(self, page: Page, state: PageState) -> None:
         self._num[state] += 1
-        if state is PageState.CACHED:
+        if state is _CACHED:
             self._num_cached[self.order.priority_of(page)] += 1
             self.order.touch(page)
-        elif state is PageState.FREE:
+        elif state is _FREE:
             self._free.append(page)
