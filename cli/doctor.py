@@ -119,15 +119,18 @@ class Live:
     def fetch(self, path: str) -> tuple[bytes, str]:
         """Returns a page of the gateway, and its Date. With TLS, trusts only the cluster's certificate.
 
-        Raises OSError.
+        Raises OSError, which names the page.
         """
         tls = self.state.tls
         secured = [] if tls is None else [urllib.request.HTTPSHandler(context=_trusting(tls.certificate))]
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), *secured)
         url = f"{self.state.http_url.removesuffix('/v1')}{path}"
         request = urllib.request.Request(url, headers=dict(credentials(None)))
-        with opener.open(request, timeout=HTTP_TIMEOUT_S) as answer:
-            return answer.read(1 << 20), answer.headers["Date"] or ""
+        try:
+            with opener.open(request, timeout=HTTP_TIMEOUT_S) as answer:
+                return answer.read(1 << 20), answer.headers["Date"] or ""
+        except OSError as error:
+            raise OSError(error.errno, f"{error.strerror or error}, from {url}") from error
 
     def ask(self, api_key: str | None = None) -> Completion:
         """Sends the prompt, drawn for this command, as a client. Raises BatonError."""

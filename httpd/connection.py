@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable
 from functools import partial
 from http import HTTPStatus
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from httpd.answer import CONTINUE, Response, head_of
 from httpd.errors import HttpError, envelope, headers
@@ -75,8 +75,7 @@ class Connection(asyncio.BufferedProtocol):
         self._writable.set()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's, on which Ray may run actors, is no subclass
         self._address = str((transport.get_extra_info("peername") or [""])[0])
         try:
             self._port.admit(self, self._address)

@@ -10,7 +10,7 @@ from typing import TypeVar
 from kv_store.frame import checksum_of
 from kv_store.node.arena import Arena
 from kv_store.node.directory_port import DirectoryPort, EpochChanged
-from kv_store.node.messages import Block, Entry
+from kv_store.node.messages import NO_LEASE, Block, Entry
 from wire.block_names import BlockName
 from wire.errors import ConfigError, StoreError
 from wire.ids import BlockKey, SlotId
@@ -38,7 +38,7 @@ def leased(directory: DirectoryPort, reader: str, keys: Sequence[BlockKey], ttl_
     try:
         yield blocks
     finally:
-        blocks.has_held = directory.release(lease.lease_id)
+        blocks.has_held = lease.lease_id == NO_LEASE or directory.release(lease.lease_id)
 
 
 class MappedArena:

@@ -8,7 +8,7 @@ import secrets
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from itertools import count, groupby, islice, takewhile
 from typing import TypeVar
@@ -192,38 +192,30 @@ class NodeStore:
         return causes(names, unasked, lambda asked: self._host.or_else(None, lambda: self._why(asked)))
 
     def _write_through(self, names: Sequence[BlockName], pages: Sequence[PageId], attempt_id: AttemptId | None) -> int:
-        """Publishes in batches: the directory's books of one are made while the next is copied."""
+        """Reserves slots for all blocks in one call, and commits them in batches, each while the next is copied."""
         self._host.attach()
         hold = None if attempt_id is None else Hold(attempt_id, HOLD_TTL_S)
         num_at_once = self._pool.num_copied_at_once
         if num_at_once == 1:  # in host memory nothing is copied meanwhile
             num_at_once = max(1, len(names))
-        with ExitStack() as stack:
-
-            def begin(batch: Sequence[tuple[BlockName, PageId]]) -> tuple[int, Generator[int, None, None]]:
-                publish = stack.enter_context(closing(self._publish(batch, hold)))
-                return next(publish), publish
-
-            begun = map(begin, _batches(zip(names, pages, strict=True), num_at_once))
-            return sum(num_resident + next(publish) for num_resident, publish in _with_next_begun(begun))
-
-    def _publish(self, batch: Sequence[tuple[BlockName, PageId]], hold: Hold | None) -> Generator[int, None, None]:
-        """Reserves slots and begins to copy; then commits. Yields after each how many more blocks are resident."""
         with self._writing() as reservation_id:
-            reservation = self._host.directory.reserve(reservation_id, [name for name, _ in batch], hold)
-            placed = zip(batch, reservation.slots, strict=True)
-            chosen = [(name, page, slot) for (name, page), slot in placed if slot is not None]
-            waits = [self._begin_out(group) for group in _batches(chosen, self._pool.num_copied_at_once)]
-            yield reservation.num_resident
-            sums = (one for wait in waits for one in wait())
-            blocks = [Block(slot, name, one) for (name, _, slot), one in zip(chosen, sums, strict=True)]
-            num_written = self._host.directory.commit(reservation_id, blocks, hold) if blocks else 0
-        yield num_written
+            reservation = self._host.directory.reserve(reservation_id, names, hold)
+            placed = zip(names, pages, reservation.slots, strict=True)
+            chosen = [(name, page, slot) for name, page, slot in placed if slot is not None]
+            copies = _with_next_begun(map(self._begin_out, _batches(chosen, num_at_once)))
+            written = (self._host.directory.commit(reservation_id, copied(), hold) for copied in copies)
+            return reservation.num_resident + sum(written)
 
-    def _begin_out(self, group: Sequence[tuple[BlockName, PageId, SlotId]]) -> Callable[[], list[bytes]]:
-        """Begins to copy pages to slots; returns the function that waits for it, and returns checksums."""
-        places = [(page, slot) for _, page, slot in group]
-        return self._pool.begin_out(self._copies(places), [page for page, _ in places])
+    def _begin_out(self, batch: Sequence[tuple[BlockName, PageId, SlotId]]) -> Callable[[], list[Block]]:
+        """Begins to copy pages to slots; returns the function that waits for it, and returns the blocks."""
+        groups = _batches(((page, slot) for _, page, slot in batch), self._pool.num_copied_at_once)
+        waits = [self._pool.begin_out(self._copies(group), [page for page, _ in group]) for group in groups]
+
+        def copied() -> list[Block]:
+            sums = (one for wait in waits for one in wait())
+            return [Block(slot, name, one) for (name, _, slot), one in zip(batch, sums, strict=True)]
+
+        return copied
 
     @contextmanager
     def _leased(self, names: Sequence[BlockName]) -> Iterator[Leased]:

@@ -20,7 +20,8 @@ import struct
 import sys
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import msgpack
 
@@ -31,8 +32,7 @@ FRAME_VERSION = 3
 as damaged, what the other has written."""
 
 
-@dataclass(frozen=True)
-class BlockName:
+class BlockName(NamedTuple):
     """A block's key and its proofs: the parent's key, and digests of its token ids and of its root.
 
     A tail, a partly filled last block, is never indexed on a device or sent to Redis, and is evicted first.
@@ -129,7 +129,7 @@ class NameChain:
             return None
         data = self._data(index * self._block_size, num_tokens)
         covered = b"tail" + struct.pack("<I", num_in_tail) + data
-        return replace(self._name(index, covered, data), is_tail=True)
+        return self._name(index, covered, data)._replace(is_tail=True)
 
     def cover(self, num_tokens: int) -> list[BlockName]:
         """Names all blocks of the first `num_tokens` tokens, the tail included."""

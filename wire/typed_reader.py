@@ -27,6 +27,8 @@ MAX_WHOLE_NUMBER = 1 << 64
 """Bound on whole numbers where a float is expected."""
 MAX_SHOWN_CHARS, MAX_SHOWN_BITS = 64, 1024
 _WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "a text", bytes: "bytes"}
+_kind_of: dict[Read, type] = {}
+"""The type of each reader of plain values: many of them are checked at once."""
 _KINDS = {dict: "an object", list: "a list", NoneType: "null"}
 
 
@@ -168,6 +170,8 @@ def reader_of(hint: Any, read_fields: Callable[[Any], Read] = by_name) -> Read:
         return reader_of(hint.__supertype__, read_fields)
     if is_dataclass(hint):
         return read_fields(hint)
+    if isinstance(hint, type) and issubclass(hint, tuple):
+        return fields_of(get_type_hints(hint).values(), hint)
     origin, options = get_origin(hint), get_args(hint)
     if origin is Annotated:
         read_plain = reader_of(options[0], read_fields)
@@ -188,8 +192,11 @@ def reader_of(hint: Any, read_fields: Callable[[Any], Read] = by_name) -> Read:
 def fields_of(hints: Iterable[Any], make: Callable[..., Any]) -> Read:
     """Reads a list of values, one for each type, and passes them to `make`."""
     readers = [reader_of(hint, by_place) for hint in hints]
+    kinds = [*map(_kind_of.get, readers)]
 
     def read(value: Any) -> Any:
+        if type(value) is list and [*map(type, value)] == kinds:
+            return make(*value)
         if not isinstance(value, list) or len(value) != len(readers):
             raise wrong(f"a list of {len(readers)}", value)
         return make(*(read(one) for read, one in zip(readers, value, strict=True)))
@@ -199,8 +206,11 @@ def fields_of(hints: Iterable[Any], make: Callable[..., Any]) -> Read:
 
 def list_of(read_item: Read, make: Callable[[list[Any]], Any] = list) -> Read:
     """Reads a list of values of one type."""
+    kinds = {_kind_of.get(read_item)}
 
     def read(value: Any) -> Any:
+        if type(value) is list and {*map(type, value)} <= kinds:
+            return make(value)
         try:
             return make([read_item(one) for one in _list(value)])
         except Misfit:
@@ -288,6 +298,7 @@ def _plain(kind: Any) -> Read:
             return float(value)
         raise wrong((_WORDS | _KINDS)[kind], value)
 
+    _kind_of[read] = kind
     return read
 
 

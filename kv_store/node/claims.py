@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from kv_store.ledger import Ledger, PageState
 from kv_store.node.expiring import Expiring
-from kv_store.node.messages import Hold, HoldRoom
+from kv_store.node.messages import NO_LEASE, Hold, HoldRoom
 from wire.block_names import BlockName
 from wire.ids import AttemptId, SlotId
 
@@ -37,7 +37,9 @@ class Leases:
         return Counter(slot for _, reading in self._readings.items() for slot in reading.slots)
 
     def take(self, reader: str, slots: list[SlotId], ttl_s: float) -> int:
-        """Takes a lease and returns its id. Ids are never used twice."""
+        """Takes a lease and returns its id, NO_LEASE without slots. Other ids are never used twice."""
+        if not slots:
+            return NO_LEASE
         for slot in slots:
             self._ledger.begin_transfer(slot)
         self._num_taken += 1
@@ -49,7 +51,7 @@ class Leases:
         reading = self._readings.pop(lease_id)
         if reading is not None:
             self._stop(reading)
-        return reading is not None
+        return reading is not None or lease_id == NO_LEASE
 
     def end_all_of(self, reader: str) -> None:
         for lease_id, reading in self._readings.items():

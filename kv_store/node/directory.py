@@ -85,7 +85,8 @@ class Directory(DirectoryPort):
         resident = self.state.find(name.key for name in names)
         self.state.touch(resident)
         self._keep(hold, resident)
-        lease_id = self._claims.leases.take(reservation_id, resident, 1.0)  # a batch must not evict its own prefix
+        kept = resident if hold is None else []  # a batch must not evict its own prefix
+        lease_id = self._claims.leases.take(reservation_id, kept, 1.0)
         taken = self._claims.reservations.take(reservation_id, [name for name in names if find(name.key) is None])
         for slot in taken:
             self.state.forget(slot)
@@ -100,10 +101,10 @@ class Directory(DirectoryPort):
         written = [block for block in blocks if reservations.name_of(reservation_id, block.slot) == block.name]
         for block in written:
             self.state.index(block)
-        for block in reversed(written):
-            reservations.end(reservation_id, block.slot)
         resident = self.state.find(block.name.key for block in blocks)
         self._keep(hold, resident)
+        for block in reversed(written):  # behind the hold: a held block is not idle for a moment in between
+            reservations.end(reservation_id, block.slot)
         return len(resident)
 
     @exclusive

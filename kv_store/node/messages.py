@@ -6,7 +6,7 @@ Times are durations in seconds, counted by the directory's monotonic clock from 
 import math
 import sys
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 from wire.block_names import BlockName
 from wire.errors import WireError
@@ -15,6 +15,8 @@ from wire.tier import FarStatus, LedgerCounts
 from wire.typed_reader import Between
 
 MAX_TTL_S = 3600.0
+NO_LEASE = 0
+"""The id of a lease without slots, which needs no release."""
 
 
 def check_session(session: bytes) -> None:
@@ -61,8 +63,7 @@ class KeepHint:
     keep_s: KeepS | None
 
 
-@dataclass(frozen=True)
-class Block:
+class Block(NamedTuple):
     """A slot, the block in it, and the checksum of its payload."""
 
     slot: SlotId
@@ -70,8 +71,7 @@ class Block:
     checksum: bytes
 
 
-@dataclass(frozen=True)
-class Entry:
+class Entry(NamedTuple):
     """The slot of a found block, and the expected checksum of its payload."""
 
     slot: SlotId

@@ -39,8 +39,8 @@ class Records(RecordsPort):
     def why(self, keys: Sequence[BlockKey], parents: Sequence[bytes]) -> list[MissRun]:
         asked = dict(zip(keys, parents, strict=False))
         lost = {key: asked[key] for key in asked if self.state.ledger.find(key) is None}
-        causes = self.state.tombstones.why(lost)
-        return [*runs_of((causes.get(key, Miss(Cause.BEHIND)) for key in asked), 1)]
+        causes, here = self.state.tombstones.why(lost), Miss(Cause.BEHIND)
+        return [*runs_of((causes.get(key, here) for key in asked), 1)]
 
     @exclusive
     def mark_cold(self, tier: Tier, stored: Sequence[BlockKey], lost: Sequence[BlockKey]) -> int:

@@ -30,6 +30,7 @@ _MANNERS = {
     Loss.PURGED: "purged after logits that were not finite",
     Loss.CLEARED: "cleared by the operator, from every tier",
 }
+_DIFFERS = Miss(Cause.DIFFERS)
 _IN = {tier: 0x80 >> nth for nth, tier in enumerate(COLD_TIERS)}
 _COPIED = sum(_IN.values())
 
@@ -91,23 +92,24 @@ class Tombstones:
         The parent of the first block under a root is empty. A block after a different block differs, too.
         """
         misses: dict[BlockKey, Miss] = {}
+        unknown = self._unknown
         for key, parent in parent_of.items():
-            above = misses.get(BlockKey(parent))
-            is_behind = above is not None and above.cause is Cause.DIFFERS
-            misses[key] = self._of_lost(key) or (above if above and is_behind else self._of_unknown(parent))
+            if place := self._places.get(_mark(key)):
+                misses[key] = self._of_lost(place - 1)
+            elif misses.get(BlockKey(parent)) is _DIFFERS or (parent and self._num_children.get(_mark(parent))):
+                misses[key] = _DIFFERS
+            else:
+                misses[key] = unknown
         return misses
 
-    def _of_lost(self, key: BlockKey) -> Miss | None:
-        place = self._places.get(_mark(key)) - 1
-        if place < 0:
-            return None
+    def _of_lost(self, place: int) -> Miss:
         how = self._manner_texts[self._manners[place] & ~_COPIED]
         cause = Cause.ELSEWHERE if self._manners[place] & _COPIED else Cause.EVICTED
         return Miss(cause, how, self._clock() - self._times_s[place])
 
-    def _of_unknown(self, parent: bytes) -> Miss:
-        if parent and self._num_children.get(_mark(parent)):
-            return Miss(Cause.DIFFERS)
+    @property
+    def _unknown(self) -> Miss:
+        """The cause of a block without a record."""
         if self._forgotten_s is None:
             return Miss(Cause.NEVER_SEEN, age_s=self._clock() - self._began_s)
         return Miss(Cause.NO_LONGER_KNOWN, age_s=self._clock() - self._forgotten_s)
@@ -146,8 +148,8 @@ class _Table:
             self._remove(place)
 
     def _find(self, mark: int) -> int:
-        place = mark % self._size
-        while self._marks[place] not in (0, mark):
+        marks, place = self._marks, mark % self._size
+        while (found := marks[place]) and found != mark:
             place = (place + 1) % self._size
         return place
 

@@ -9,6 +9,7 @@ from wire.tier import Cause, Miss
 
 _MAX_ASKED = 512
 LEASE_LOST = Miss(Cause.LOAD_FAILED, "its lease in the arena ran out while it was read")
+_PARTIAL, _BEHIND = Miss(Cause.PARTIAL), Miss(Cause.BEHIND)
 UNREACHED = Miss(Cause.LOAD_FAILED, "the arena's directory was out of reach")
 
 
@@ -20,7 +21,7 @@ def failures(unread: Sequence[BlockSource | None], is_late: bool) -> list[Miss]:
     if unread[0] is not None:
         failure = f"{unread[0].tier} gave none, or wrong bytes, which the log of the worker that read them names"
         failure = "reading took longer than computing" if is_late else failure
-    return [Miss(Cause.LOAD_FAILED, failure), *[Miss(Cause.BEHIND)] * (len(unread) - 1)]
+    return [Miss(Cause.LOAD_FAILED, failure), *[_BEHIND] * (len(unread) - 1)]
 
 
 def unasked_cause(cold: Sequence[BlockSource], asked: Collection[BlockSource], is_late: bool) -> Miss | None:
@@ -47,7 +48,7 @@ def causes(
     asked = [name for name in names if not name.is_tail][:_MAX_ASKED]
     told = ask(asked) if asked else []
     answers = iter([UNREACHED] * len(asked) if told is None else told)
-    misses = [Miss(Cause.PARTIAL) if name.is_tail else next(answers, Miss(Cause.BEHIND)) for name in names]
+    misses = [_PARTIAL if name.is_tail else next(answers, _BEHIND) for name in names]
     return [
         _copied(miss, unasked, place == 0) if miss.cause is Cause.ELSEWHERE else miss
         for place, miss in enumerate(misses)
@@ -61,4 +62,4 @@ def _copied(miss: Miss, unasked: Miss | None, is_hole: bool) -> Miss:
     if is_hole:
         gone = f"{miss.how}; its copy in a cold tier is gone: evicted, cleared or expired (ttl)"
         return Miss(Cause.EVICTED, gone, miss.age_s)
-    return Miss(Cause.BEHIND)
+    return _BEHIND

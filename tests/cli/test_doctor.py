@@ -2,6 +2,7 @@
 
 import json
 import re
+import socket
 import ssl
 import threading
 import time
@@ -322,6 +323,31 @@ def test_a_check_that_fails_amid_its_work_is_wrong(
 
     monkeypatch.setitem(doctor.CHECKS, "ports", fail)
     assert findings(capsys, 1)["ports"]["found"] == "no answer (Connection refused)"
+
+
+def test_a_port_that_resets_its_connections_is_named(patient: Patient, capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+        reset = threading.Thread(target=_reset, args=(listener, 3))
+        reset.start()
+        state = StateFile("default").read()
+        assert state is not None
+        StateFile("default").write(replace(state, addresses=replace(state.addresses, http=address)))
+        checks = findings(capsys, 1)
+        reset.join(5)
+    wrong = {name: one["found"] for name, one in checks.items() if one["verdict"] == "wrong"}
+    pages = {"ports": "/ready", "versions": "/version", "clocks": "/health"}
+    assert wrong == {
+        name: f"no answer (Connection reset by peer, from http://{address}{page})" for name, page in pages.items()
+    }
+
+
+def _reset(listener: socket.socket, num_connections: int) -> None:
+    """Ends connections, each once its request is there, unread."""
+    for _ in range(num_connections):
+        connection, _ = listener.accept()
+        connection.recv(1, socket.MSG_PEEK)
+        connection.close()
 
 
 def test_people_read_a_line_for_each_check(patient: Patient, capsys: pytest.CaptureFixture[str]) -> None:

@@ -107,7 +107,8 @@ def private_reaches() -> Iterator[str]:
 
 
 def _is_private(name: str) -> bool:
-    return name.startswith("_") and not name.startswith("__")
+    """Whether an attribute is private; a NamedTuple's public methods begin with an underscore, too."""
+    return name.startswith("_") and not name.startswith("__") and name != "_replace"
 
 
 def _is_own(value: ast.expr) -> bool:

@@ -5,7 +5,7 @@ import gc
 import socket
 from collections.abc import AsyncIterator
 from itertools import pairwise
-from typing import Any
+from typing import Any, cast
 
 import httptools
 import pytest
@@ -123,6 +123,22 @@ async def served() -> AsyncIterator[Served]:
     yield served
     await served.close()
     await server.stop()
+
+
+class OtherTransport:
+    """A transport as another event loop's: it has all methods of asyncio's, and is no subclass."""
+
+    def __init__(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = transport
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+
+async def test_an_event_loop_with_transports_of_its_own_serves(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = Connection.connection_made
+    monkeypatch.setattr(Connection, "connection_made", lambda self, one: made(self, cast(Any, OtherTransport(one))))
+    await served.require_unharmed()
 
 
 async def test_a_request_that_was_ended_has_a_status(served: Served) -> None:

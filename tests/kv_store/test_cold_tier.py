@@ -1,7 +1,7 @@
 """The contract of a cold tier: of the twin in memory, of Redis, and of files."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -203,9 +203,9 @@ def test_a_get_may_be_given_up_and_its_memory_used_again(cold: Cold) -> None:
 
 def test_a_block_written_under_another_namespace_or_tokens_is_a_miss(cold: Cold) -> None:
     [name] = names_of(4)
-    cold.put(replace(name, root_digest=bytes(32)))
+    cold.put(name._replace(root_digest=bytes(32)))
     assert cold.get(name) is None
-    cold.put(replace(name, tokens_digest=bytes(32)))
+    cold.put(name._replace(tokens_digest=bytes(32)))
     assert cold.get(name) is None
     assert cold.tier.status().corrupt == 2
 

@@ -15,7 +15,7 @@ from kv_store.node.directory_client import DirectoryClient
 from kv_store.node.directory_port import DirectoryPort
 from kv_store.node.directory_server import DirectoryServer
 from kv_store.node.event_log import BlockEvents, EventCursor, EventPage
-from kv_store.node.messages import Block, Entry, Hold, HoldRoom
+from kv_store.node.messages import NO_LEASE, Block, Entry, Hold, HoldRoom
 from tests.harness.fake_clock import FakeClock
 from tests.kv_store.names import committed, names_of
 from wire.block_names import BlockName, cover, digest_of
@@ -253,9 +253,9 @@ def test_only_the_writer_of_a_slot_commits_it_and_only_as_what_it_is_for(served:
     [name, other] = names_of(8)
     [block] = committed(served.port.reserve("writer", [name], None).slots, [name])
     assert served.port.commit("another", [block], None) == 0
-    assert served.port.commit("writer", [replace(block, name=other)], None) == 0
-    assert served.port.commit("writer", [replace(block, slot=SlotId((block.slot + 1) % NUM_SLOTS))], None) == 0
-    assert served.port.commit("writer", [replace(block, slot=SlotId(-1)), replace(block, slot=SlotId(99))], None) == 0
+    assert served.port.commit("writer", [block._replace(name=other)], None) == 0
+    assert served.port.commit("writer", [block._replace(slot=SlotId((block.slot + 1) % NUM_SLOTS))], None) == 0
+    assert served.port.commit("writer", [block._replace(slot=SlotId(-1)), block._replace(slot=SlotId(99))], None) == 0
     assert served.found([name, other]) == [False, False]
     assert served.port.commit("writer", [block], None) == 1
 
@@ -276,11 +276,12 @@ def test_a_reservation_never_runs_out(served: Served) -> None:
 
 
 def test_the_slots_of_a_dead_writer_are_given_back(served: Served) -> None:
-    directory = served.directory
+    directory, there = served.directory, names_of(4, first=2000)
+    served.publish(there)
     directory.reserve("dead", names_of(8), None)
-    directory.lease("dead", [], 5.0)
+    directory.lease("dead", keys(there), 5.0)
     directory.reserve("alive", names_of(4, first=1000), None)
-    directory.lease("alive", [], 5.0)
+    directory.lease("alive", keys(there), 5.0)
     directory.writer_died("dead")
     status = served.port.records.status()
     assert (status.counts.draining, status.num_leases) == (1, 1)
@@ -303,6 +304,14 @@ def test_a_lease_that_has_run_out_says_so(served: Served) -> None:
     assert served.port.reserve("writer", names_of(4, first=1000), None).slots != [None]
     assert not served.port.release(lease.lease_id)
     assert not served.port.release(12345)
+
+
+def test_a_lease_of_no_slot_is_none_and_a_release_of_it_holds(served: Served) -> None:
+    lease = served.port.lease("reader", keys(names_of(8)), 5.0)
+    assert (lease.lease_id, lease.entries) == (NO_LEASE, [None, None])
+    assert served.port.records.status().num_leases == 0
+    served.clock.now += 6.0
+    assert served.port.release(lease.lease_id), "a reader of an earlier release releases it"
 
 
 def test_leases_of_one_block_end_each_for_itself(served: Served) -> None:
@@ -440,7 +449,7 @@ def test_a_hold_of_nothing_is_none(served: Served) -> None:
 def test_a_corrupt_block_is_found_no_more(served: Served) -> None:
     names = names_of(8)
     good, bad = served.publish(names)
-    assert served.port.reject([replace(good, checksum=bytes(16)), bad]) == 1
+    assert served.port.reject([good._replace(checksum=bytes(16)), bad]) == 1
     assert served.found(names) == [True, False]
     assert served.port.reject([bad]) == 0
     assert served.port.records.status().counts.free == NUM_SLOTS - 1
@@ -487,8 +496,8 @@ def test_a_use_of_a_block_is_a_use_of_all_before_it(served: Served) -> None:
 
 def test_names_in_a_circle_do_no_harm(served: Served) -> None:
     [name, other] = names_of(8)
-    served.publish([replace(name, parent=other.key)])
-    served.publish([replace(other, parent=name.key)])
+    served.publish([name._replace(parent=other.key)])
+    served.publish([other._replace(parent=name.key)])
     assert served.found([name, other]) == [True, True]
     served.publish(names_of(4 * NUM_SLOTS, first=1000))
     assert served.found([name, other]) == [False, False]

@@ -114,10 +114,10 @@ def test_the_mac_key_follows_from_the_secret_and_is_none_of_its_roots() -> None:
     "name",
     [
         FIRST,
-        replace(SECOND, key=BlockKey(bytes(32))),
-        replace(SECOND, parent=bytes(32)),
-        replace(SECOND, tokens_digest=bytes(32)),
-        replace(SECOND, root_digest=bytes(32)),
+        SECOND._replace(key=BlockKey(bytes(32))),
+        SECOND._replace(parent=bytes(32)),
+        SECOND._replace(tokens_digest=bytes(32)),
+        SECOND._replace(root_digest=bytes(32)),
     ],
 )
 def test_a_good_frame_of_another_block_is_refused(name: BlockName) -> None:

@@ -21,6 +21,7 @@ from kv_store.tiers.cold_tier import ColdTier
 from kv_store.tiers.cold_writer import ColdWriter
 from kv_store.tiers.memory_tier import MemoryTier
 from kv_store.tiers.redis_tier import RedisTier
+from tests.harness.directory_gate import DirectoryGate
 from tests.harness.fake_clock import FakeClock
 from tests.kv_store.names import LAYOUT, MAC_KEY, committed, names_of, payload_of, put_one
 from tests.kv_store.pools import filled_pool, page_of, pages_from
@@ -439,6 +440,43 @@ def test_without_a_cold_tier(node: Node) -> None:
     store = node.publish(names)
     assert node.fetch(names_of(16)) == [Tier.HOST] * 2
     assert store.control.status().cold == []
+
+
+@pytest.fixture
+def calls() -> list[str]:
+    """The calls of `gated`'s directory."""
+    return []
+
+
+@pytest.fixture
+def gated(calls: list[str]) -> Iterator[Node]:
+    """Twins behind a gate that notes the calls of the directory."""
+    with twins() as node:
+        gate = DirectoryGate(node.directory)
+        gate.before = lambda method, _: calls.append(method)
+        node.connect = lambda: (node.arena, gate)
+        yield node
+
+
+def test_a_prompt_that_is_nowhere_asks_the_directory_twice(gated: Node, calls: list[str]) -> None:
+    assert gated.fetch(names_of(18)) == []
+    assert calls == ["lease", "why"]
+
+
+class BatchingPool(DevicePool):
+    """A pool in host memory that copies two pages at once, as a device's does many."""
+
+    num_copied_at_once = 2
+
+
+def test_a_publish_reserves_once_and_commits_only_what_it_copies(gated: Node, calls: list[str]) -> None:
+    names = names_of(20)
+    store = gated.store(BatchingPool(LAYOUT, 8, torch.device("cpu")))
+    assert store.write_through(names[:3], pages_from(0, 3), None) == 3
+    assert store.write_through(names, pages_from(0, 5), REQUEST) == 5
+    assert store.write_through(names, pages_from(0, 5), REQUEST) == 5
+    assert calls == ["reserve", "commit", "commit", "reserve", "commit", "reserve"]
+    gated.directory.release_holds([REQUEST])
 
 
 def test_an_arena_for_other_blocks_is_refused() -> None:
