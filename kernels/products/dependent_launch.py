@@ -1,7 +1,8 @@
 """Programmatic dependent launch: a kernel starts while the one before it runs, and waits for its end by itself.
 
 What a launch and the start of its programs take is then hidden. Each kernel waits before it touches memory, so that all
-that earlier kernels wrote is there: the one before it has ended only after it has waited, too.
+that earlier kernels wrote is there: the one before it has ended only after it has waited, too. A program that waits has
+its part of a processor, which slows a kernel that needs all of them: products of packed weights are not overlapped.
 Source: CUDA C++ Programming Guide, "Programmatic Dependent Launch and Synchronization".
 """
 

@@ -224,7 +224,6 @@ def multiply(
     COLUMNS: tl.constexpr,
 ):
     # One program multiplies ROWS rows by COLUMNS columns, over one split of the depth, or over all of them in order.
-    wait_for_earlier()
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     out_columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     columns = tl.minimum(out_columns, num_columns - 1)
@@ -488,7 +487,7 @@ def _launch(
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
         **constants_of(part),
-        **dependent(OPTIONS),
+        **OPTIONS,
     )
 
 

@@ -49,7 +49,7 @@ TARGETS = {
 }
 FIRST_WITH_FP8 = GPUTarget("cuda", 89, 32)
 """Of those with the rows of sm_80, which itself is refused fp8."""
-WITH_DEPENDENT_LAUNCHES = ("sm_90", "sm_100")
+WITH_DEPENDENT_LAUNCHES = ("sm_90",)
 TYPES = {
     **dict.fromkeys(("slot_mapping_ptr", "table_ptr", "order_ptr", "tiles_ptr", "tokens_ptr"), "*i64"),
     "log2_scale": "fp32",
@@ -157,7 +157,7 @@ def compile_kernel(
     endings = ("_ptr", "_stride", "num_columns", "depth")
     aligned = [index for index, one in enumerate(names) if signature[one][0] == "*" or one.endswith(endings)]
     source = ASTSource(kernel, signature, constexprs=constants, attrs={(index,): ALIGNED for index in aligned})
-    if architecture in WITH_DEPENDENT_LAUNCHES and kernel is not checksums.sum_pieces:
+    if architecture in WITH_DEPENDENT_LAUNCHES and kernel not in (checksums.sum_pieces, products.multiply):
         options = options | {"launch_pdl": True}
     target = FIRST_WITH_FP8 if (architecture, pages) == ("sm_80", CODES["fp8"]) else TARGETS[architecture]
     compiled = triton.compile(source, target=target, options=options)

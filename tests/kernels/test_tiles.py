@@ -107,6 +107,7 @@ def test_products_of_one_order_are_the_default_where_a_device_has_timed_all_step
 ) -> None:
     monkeypatch.setattr(tiles, "device_name", lambda: "sm_90")
     table = tiles.read_table()
+    del table["sm_90"][tiles.EXACT]
     if percents:
         table["sm_90"][tiles.EXACT] = {tiles.STEP_PERCENT: percents}
     monkeypatch.setattr(tiles, "_table", lambda: table)
