@@ -136,6 +136,9 @@ def inspect_model(
     except NoKernels as error:
         raise ConfigError(f"worker.cpu_kernels or model.weights: {error}") from error
     compute = compute_dtype(None if settings.dtype == "auto" else settings.dtype, checkpoint.config, backend)
+    if settings.exact == "auto" and (checkpoint.is_quantized or compute is torch.float32) and device != "cpu":
+        # Devices have timed products of one order with plain matrices of 16 bits: those of others slow prompts.
+        backend = select_backend(torch.device(device), TRITON)
     dtype = str(compute).removeprefix("torch.")
     _require_droppable(settings, checkpoint.config.attention)
     config = checkpoint.config.keeping(parse_kv_policy(settings.kv_policy, settings.kv_dtype))

@@ -144,6 +144,11 @@ class Checkpoint:
         """Reads all tensors of floats into host memory, in a dtype. Raises the errors of `read`."""
         return {name: self.read(name, one.shape, dtype, torch.device("cpu")) for name, one in self.floats.items()}
 
+    @property
+    def is_quantized(self) -> bool:
+        """Whether a matrix is quantized."""
+        return any(self.has_codes(f"{name.rpartition('.')[0]}.weight") for name in self._tensor_to_file)
+
     def has_codes(self, name: str) -> bool:
         """Tells whether a tensor is quantized."""
         return bool(self._codes.names(name))

@@ -11,6 +11,8 @@ from safetensors.torch import load_file, save_file
 import demo_model
 from deploy.plan.config import ModelSettings
 from deploy.plan.model import DraftFacts, ModelFacts, inspect_model, mapped_within
+from kernels.selection import select_backend
+from tests.engine.gguf.files import make_gguf
 from tests.harness.checkpoints import make_checkpoint
 from tests.kernels.backends import lend_kernels
 from tests.text.backends import byte_level
@@ -189,6 +191,23 @@ def test_a_gpu_promises_tokens_with_products_of_one_order(
     assert (model.kernels, model.served.batch_invariant) == (kernels, is_promised)
     with pytest.raises(ConfigError, match=r"int8 weights need the C\+\+ kernels of a CPU"):
         inspect_model(replace(settings, weights="int8"), "cuda")
+
+
+@pytest.mark.parametrize(
+    ("folder", "dtype", "kernels"),
+    [("llama-gqa", "bfloat16", "triton-exact"), ("llama-gqa", "float32", "triton"), ("Q4_K", "bfloat16", "triton")],
+)
+def test_a_gpu_has_products_of_one_order_by_default_where_their_kind_was_timed(
+    folder: str, dtype: str, kernels: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kernels.tiles.is_quick_in_order", lambda: True)
+    monkeypatch.setattr("kernels.selection.select_backend", select_backend.__wrapped__)
+    is_file = folder == "Q4_K"
+    path = make_gguf(tmp_path, folder, "llama-tied") if is_file else make_checkpoint(folder, tmp_path / folder)
+    for exact, expected in (("auto", kernels), ("on", "triton-exact"), ("off", "triton")):
+        model = inspect_model(ModelSettings(path=str(path), dtype=dtype, exact=exact), "cuda")
+        assert model.kernels == expected
+        assert model.served.batch_invariant is (expected == "triton-exact")
 
 
 def test_products_of_one_order_have_kv_of_their_own(tmp_path: Path) -> None:
