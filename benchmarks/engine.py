@@ -233,12 +233,13 @@ def operations(folder: Path, num_sequences: int, context_len: int, num_threads: 
     layout = model.layout
     token_bytes = layout.payload_bytes // layout.block_size
     kv = num_sequences * (context_len + BLOCK_SIZE // 2) * token_bytes
+    multiplying = milliseconds["linear"] + milliseconds.get("gated_linear", 0.0)
     rest = milliseconds["step"] - sum(value for name, value in milliseconds.items() if name != "step")
     return {
         **{f"{name}_ms": value for name, value in sorted(milliseconds.items(), key=lambda one: -one[1])},
         "outside_operations_ms": rest,
         "read_gb_s": ceiling_gb_s,
-        "weights_of_read": weights / milliseconds["linear"] / 1e6 / ceiling_gb_s,
+        "weights_of_read": weights / multiplying / 1e6 / ceiling_gb_s,
         "attention_of_read": kv / milliseconds["attend"] / 1e6 / ceiling_gb_s,
     }
 

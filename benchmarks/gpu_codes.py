@@ -2,7 +2,7 @@
 
 Two codes at a time become two numbers of bfloat16 by integers, exactly. Their product with the rows over one group of
 the depth is multiplied by the group's scale in float32, and an offset by the sum of the group's states. No weight is
-rounded, neither to the dtype of the file nor to that of rows; sums are float32. benchmarks/gpu_products.py times it.
+rounded, neither to the dtype of the file nor to that of rows; sums are float32. benchmarks/gpu_code_times.py times it.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
@@ -36,12 +36,6 @@ class CodesTile:
     num_stages: int
     num_programs: int
     is_widened: bool = False
-
-
-def is_supported(form: CodeFormat) -> bool:
-    """Tells whether the kernel multiplies a format: integers of 4, 6 or 8 bits."""
-    is_integer = not form.is_fp8 and form.codebook is None
-    return is_integer and (form.bits in (4, 6) or (form.bits == 8 and not form.has_offsets))
 
 
 def write_read(form: CodeFormat, plane: int) -> str:

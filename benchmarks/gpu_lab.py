@@ -35,16 +35,15 @@ from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.gpu_candidates import attention, small_kv
 from benchmarks.gpu_code_times import codes
-from benchmarks.gpu_prototypes import (
-    NUM_KEYS,
-    sum_and_copy,
-)
+from benchmarks.gpu_prototypes import NUM_KEYS, sum_and_copy
 from benchmarks.gpu_timing import time_in_turn
 from kernels import tiles
 from kernels.backend import KVPages
 from kernels.products import dependent_launch, ordered
 
 Work = Callable[[], object]
+ATTENTION = ("attend", "attend_in_groups")
+"""The names of attention's kernels."""
 STEPS = [(1, 1024), (16, 1024), (64, 2048)]
 DECODES = [(1, 1024), (1, 8192), (1, 32_768), (16, 1024), (16, 8192), (64, 2048), (128, 1024)]
 SPLITS = [(32, 128), (32, 256), (32, 512), (16, 256), (16, 512), (8, 512), (64, 128)]
@@ -135,7 +134,7 @@ def describe_layers(events: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     """Describes the kernels from one layer's attention to the next one's, and between the attention of two steps."""
     kernels = [one for one in events if one.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
     kernels.sort(key=lambda one: one["ts"])
-    places = [place for place, one in enumerate(kernels) if one["name"] == "attend"]
+    places = [place for place, one in enumerate(kernels) if one["name"] in ATTENTION]
     spans = [kernels[begin : end + 1] for begin, end in pairwise(places)]
     size = mode(len(one) for one in spans)
     layers = [one for one in spans if len(one) == size]

@@ -60,9 +60,12 @@ class CountedBackend:
         return counted
 
 
+PRODUCTS = ("linear", "gated_linear")
+
+
 def num_operations(name: str, arguments: tuple[Any, ...]) -> float:
     """Counts multiplications and additions of products of weights, and of the attention of one chunk."""
-    if name == "linear":
+    if name in PRODUCTS:
         states, weight = arguments[:2]
         return float(2 * len(states) * weight.columns * weight.depth)
     if name == "attend":
@@ -100,7 +103,7 @@ def measure(folder: Path, isa: str, num_tokens: int, chunk_tokens: int) -> dict[
     for start in range(0, num_tokens, chunk_tokens):
         end, before, chunk_s = min(num_tokens, start + chunk_tokens), dict(backend.seconds), time.process_time()
         model.forward(chunk_of(prompt, start, end), pool.kv)
-        taken = {name: backend.seconds[name] - before.get(name, 0.0) for name in ("linear", "attend")}
+        taken = {name: backend.seconds[name] - before.get(name, 0.0) for name in (*PRODUCTS, "attend")}
         whole_s = time.process_time() - chunk_s
         rows[f"tokens {start} to {end}"] = f"{whole_s:.2f} s: " + ", ".join(f"{n} {s:.2f}" for n, s in taken.items())
     whole_s = time.process_time() - began_s

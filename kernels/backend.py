@@ -35,6 +35,11 @@ class Weight:
 
 
 @dataclass(frozen=True)
+class Interleaved(Weight):
+    """A plain matrix whose rows are a gate, its up, the next gate and so on."""
+
+
+@dataclass(frozen=True)
 class Experts:
     """The matrices of a layer's experts, of one shape and dtype, as `Backend.experts` makes them.
 
@@ -291,9 +296,10 @@ class Backend(Protocol):
         product: Tensor | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
-        """Returns `gate` of `linear`.
+        """Multiplies rows [T, depth] and gates them as `gate` does, which may round activations but SiLU otherwise.
 
-        weight: a matrix that `pack_gated` or `pack_codes` has packed. product: takes what `linear` returns.
+        weight: a matrix that `pack_gated` or `pack_codes` has packed. bias: numbers of gates, then of ups. product:
+        [T, 2 * columns], a buffer that a backend may use. Returns [T, columns].
         """
 
     def experts(self, weights: Sequence[Weight]) -> Experts:

@@ -104,9 +104,9 @@ def choose_tile(role: Role, query: Tensor, pages: KVPages, variant: AttentionVar
 
 
 def choose_group_tile(device: torch.device, head_dim: int) -> GroupTile | None:
-    """Returns the table's tile for prompts by warp groups; None where no such device has run this compiler's code.
+    """Returns the table's tile for prompts by warp groups; None where no device has run what this Triton compiles.
 
-    Their language has no interpreter.
+    Gluon has no interpreter.
     """
     if device.type != "cuda":
         return None

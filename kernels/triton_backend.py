@@ -19,6 +19,7 @@ from kernels.backend import (
     AttentionVariant,
     Experts,
     Heads,
+    Interleaved,
     KVPages,
     Tables,
     Weight,
@@ -139,7 +140,8 @@ class ExactBackend(TritonBackend):
         self._counters = ordered.Counters()
 
     def pack_gated(self, gate_up: Tensor) -> Weight:
-        return self.pack(ordered.in_turns(gate_up))
+        columns, depth = gate_up.shape
+        return Interleaved(ordered.interleaved(gate_up), columns, depth, gate_up.dtype)
 
     def linear(
         self,
@@ -163,7 +165,7 @@ class ExactBackend(TritonBackend):
         product: Tensor | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
-        if isinstance(weight, CodedWeight):
+        if not isinstance(weight, Interleaved):  # of codes, or of codes that were widened when they were loaded
             return super().gated_linear(states, weight, bias, activation, product, out)
         rows = states.new_empty(len(states), weight.columns // 2) if out is None else out
         return ordered.linear(states, weight.data, bias, None, rows, self._counters, activation)

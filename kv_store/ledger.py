@@ -49,7 +49,7 @@ class Ledger(Generic[Page]):
         policy: Callable[[int], EvictionPolicy] = LeastRecentlyUsed,
         on_eviction: Callable[[Page], None] = lambda _: None,
     ) -> None:
-        """on_eviction: called with each page that `allocate` evicts, while it is still indexed."""
+        """on_eviction: called with each page that is evicted, while it is still indexed."""
         self.num_pages = num_pages
         self.pages = cast(Sequence[Page], range(num_pages))
         self.num_evicted = 0

@@ -32,6 +32,8 @@ from wire.layout import KVLayout
 from wire.tier import COLD_TIERS, Cause, Miss, Tier
 
 HOLD_TTL_S = 10.0
+RESERVED_AT_ONCE = 512
+"""Blocks whose slots are reserved in one call: a gibibyte of an 8B model's."""
 _LEASE_TTL_S = 5.0
 _LEASE_TTL_PER_BLOCK_S = 0.02
 
@@ -192,9 +194,14 @@ class NodeStore:
         return causes(names, unasked, lambda asked: self._host.or_else(None, lambda: self._why(asked)))
 
     def _write_through(self, names: Sequence[BlockName], pages: Sequence[PageId], attempt_id: AttemptId | None) -> int:
-        """Reserves slots for all blocks in one call, and commits them in batches, each while the next is copied."""
+        """Publishes blocks by parts: a reservation of all would leave other writers without slots meanwhile."""
         self._host.attach()
         hold = None if attempt_id is None else Hold(attempt_id, HOLD_TTL_S)
+        parts = [slice(start, start + RESERVED_AT_ONCE) for start in range(0, len(names), RESERVED_AT_ONCE)]
+        return sum(self._publish(names[part], pages[part], hold) for part in parts)
+
+    def _publish(self, names: Sequence[BlockName], pages: Sequence[PageId], hold: Hold | None) -> int:
+        """Reserves slots for all blocks in one call, and commits them in batches, each while the next is copied."""
         num_at_once = self._pool.num_copied_at_once
         if num_at_once == 1:  # in host memory nothing is copied meanwhile
             num_at_once = max(1, len(names))

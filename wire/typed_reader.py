@@ -27,8 +27,8 @@ MAX_WHOLE_NUMBER = 1 << 64
 """Bound on whole numbers where a float is expected."""
 MAX_SHOWN_CHARS, MAX_SHOWN_BITS = 64, 1024
 _WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "a text", bytes: "bytes"}
-_kind_of: dict[Read, type] = {}
-"""The type of each reader of plain values: many of them are checked at once."""
+_reader_to_type: dict[Read, type] = {}
+"""The exact type that a reader of plain values returns as it is: lists of such values skip their readers."""
 _KINDS = {dict: "an object", list: "a list", NoneType: "null"}
 
 
@@ -171,7 +171,7 @@ def reader_of(hint: Any, read_fields: Callable[[Any], Read] = by_name) -> Read:
     if is_dataclass(hint):
         return read_fields(hint)
     if isinstance(hint, type) and issubclass(hint, tuple):
-        return fields_of(get_type_hints(hint).values(), hint)
+        return fields_of(get_type_hints(hint, include_extras=True).values(), hint)
     origin, options = get_origin(hint), get_args(hint)
     if origin is Annotated:
         read_plain = reader_of(options[0], read_fields)
@@ -192,7 +192,7 @@ def reader_of(hint: Any, read_fields: Callable[[Any], Read] = by_name) -> Read:
 def fields_of(hints: Iterable[Any], make: Callable[..., Any]) -> Read:
     """Reads a list of values, one for each type, and passes them to `make`."""
     readers = [reader_of(hint, by_place) for hint in hints]
-    kinds = [*map(_kind_of.get, readers)]
+    kinds = [*map(_reader_to_type.get, readers)]
 
     def read(value: Any) -> Any:
         if type(value) is list and [*map(type, value)] == kinds:
@@ -206,7 +206,7 @@ def fields_of(hints: Iterable[Any], make: Callable[..., Any]) -> Read:
 
 def list_of(read_item: Read, make: Callable[[list[Any]], Any] = list) -> Read:
     """Reads a list of values of one type."""
-    kinds = {_kind_of.get(read_item)}
+    kinds = {_reader_to_type.get(read_item)}
 
     def read(value: Any) -> Any:
         if type(value) is list and {*map(type, value)} <= kinds:
@@ -298,7 +298,7 @@ def _plain(kind: Any) -> Read:
             return float(value)
         raise wrong((_WORDS | _KINDS)[kind], value)
 
-    _kind_of[read] = kind
+    _reader_to_type[read] = kind
     return read
 
 

@@ -136,14 +136,16 @@ def inspect_model(
     except NoKernels as error:
         raise ConfigError(f"worker.cpu_kernels or model.weights: {error}") from error
     compute = compute_dtype(None if settings.dtype == "auto" else settings.dtype, checkpoint.config, backend)
-    if settings.exact == "auto" and (checkpoint.is_quantized or compute is torch.float32) and device != "cpu":
-        # Devices have timed products of one order with plain matrices of 16 bits: those of others slow prompts.
+    # Guesses are verified in chunks, whose attention sums in another order than that of decoding rows.
+    guesses = proposer != "off" or other is not None
+    is_timed = not checkpoint.is_quantized and compute is not torch.float32
+    if settings.exact == "auto" and device != "cpu" and (guesses or not checkpoint.config.is_native or not is_timed):
+        # No tokens would be promised, or products of one order would be of a kind that slows prompts or was not timed.
         backend = select_backend(torch.device(device), TRITON)
     dtype = str(compute).removeprefix("torch.")
     _require_droppable(settings, checkpoint.config.attention)
     config = checkpoint.config.keeping(parse_kv_policy(settings.kv_policy, settings.kv_dtype))
-    # Guesses are verified in chunks, whose attention sums in another order than that of decoding rows.
-    is_exact = backend.name == TRITON_EXACT and proposer == "off" and other is None
+    is_exact = backend.name == TRITON_EXACT and not guesses
     name, *aliases = settings.served_names or (_name(settings.path),)
     served = ServedModel(
         name=name,

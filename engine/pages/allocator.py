@@ -11,10 +11,10 @@ from kv_store.ledger import OutOfBlocks
 from wire.ids import PageId
 from wire.layout import Window
 
-MAX_RECLAIMED = 128
-"""The most pages that `reclaim` frees: room for 2,048 tokens in blocks of 16."""
-PAGES_A_RECLAIMED = 64
-"""The pages of a pool for each page that `reclaim` frees."""
+MAX_KEPT_FREE = 128
+"""The most pages that `reclaim` keeps free: room for 2,048 tokens in blocks of 16."""
+PAGES_PER_FREE_PAGE = 64
+"""The pages of a pool for each page that is kept free; a pool of fewer keeps none."""
 
 
 class PageAllocator:
@@ -70,7 +70,7 @@ class PageAllocator:
 
     def reclaim(self) -> None:
         """Evicts cached pages until a few of the pool's are free, so that a prompt to come need not wait for that."""
-        self.ledger.reclaim(min(MAX_RECLAIMED, self.ledger.num_pages // PAGES_A_RECLAIMED))
+        self.ledger.reclaim(min(MAX_KEPT_FREE, self.ledger.num_pages // PAGES_PER_FREE_PAGE))
 
     def drop(self, sequence: Sequence, places: Seq[int]) -> None:
         """Gives some full pages of a sequence back."""

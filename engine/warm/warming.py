@@ -37,8 +37,8 @@ if TYPE_CHECKING:
 
 COMPILED_LATE = (TRITON, TRITON_EXACT)
 """The names of the backends whose kernels are compiled when they are first launched."""
-ROWS = (1, 17, 65, 129, 513)
-"""Rows of steps beside the largest one, a row beyond each tile of products (kernels/tiles.toml)."""
+ROWS = (1, 17, 65, 129, 257, 513)
+"""Rows of steps beside the largest one, a row beyond each tile of products and each way to add splits."""
 Report = Callable[[str, int, int], None]
 """Called with the part that is warmed, and how much of it is done, of how much."""
 

@@ -1,4 +1,4 @@
-"""Attention of prompts over pages on Hopper, in Gluon: one warp group loads, two attend with 64 rows each.
+"""Attention of prompts over pages on Hopper, in Gluon: one warp loads, two warp groups attend with 64 rows each.
 
 Blocks are copied by descriptor, so that no thread that attends computes addresses. Gluon has no
 interpreter: tests/kernels/test_hopper.py reads the machine code, and tests/gpu compares numbers on a device. Shape and
@@ -31,7 +31,7 @@ ROWS = 64
 PANEL = 64
 """Columns of a tile that lie together in shared memory, 128 bytes."""
 REGISTERS = 168
-"""Registers of a thread at the start, of three warp groups."""
+"""Registers of a thread at the start, of three warp groups: a warp that loads has the room of one."""
 OF_ROWS, OF_LOADS = gl.constexpr(224), gl.constexpr(56)
 """Registers of a thread that attends, and of one that loads."""
 COPY = tma.async_load if "async_load" in tma.__all__ else tma.async_copy_global_to_shared
@@ -69,7 +69,7 @@ def load_tiles(
     BLOCK_SIZE: gl.constexpr,
     HEAD_DIM: gl.constexpr,
 ):
-    # The loading warp group: both halves of the queries, then tiles of keys and values as slots become free.
+    # The loading warp: both halves of the queries, then tiles of keys and values as slots become free.
     queries, blocks = descriptors
     query_tiles, key_tiles, value_tiles = tiles
     query_ready, key_ready, value_ready, key_free, value_free = barriers
@@ -400,12 +400,12 @@ def attend(
 
 
 def fits(tile: GroupTile, query: Tensor, data: Tensor) -> bool:
-    """Whether descriptors can load these queries and these pages of one layer, both of two bytes a number."""
+    """Whether descriptors can load queries and pages of one layer. Requires numbers of two bytes."""
     head_dim, block_size = query.shape[2], data.shape[3]
     tokens, lines = query.stride(0), data.stride()[:3]
     return (
         head_dim in (64, 128)
-        and block_size in (8, 16, 32, 64, tile.keys)
+        and block_size in (8, 16, 32)
         and query.stride()[1:] == (head_dim, 1)
         and not any(one % head_dim for one in lines)
         and not any(one % 8 for one in (tokens, query.storage_offset(), data.storage_offset()))

@@ -21,8 +21,6 @@ MAX_SPLITS = 32
 MIN_SPLIT_LEN = 256
 # Fusing is spelled out because its default differs between Triton's versions, and with it the numbers.
 FUSING = {"enable_fp_fusion": True}
-HEAD_AXIS = 1
-"""The axis of KV heads in a launch of prompts: 1, neighbours are tiles of a head; 0, the heads of a tile."""
 
 
 @triton.jit
@@ -91,24 +89,23 @@ def attend(
     PADDED_DIM: tl.constexpr,
     MAX_SPLITS: tl.constexpr,
     MIN_SPLIT_LEN: tl.constexpr,
-    HEAD_AXIS: tl.constexpr,
     BY_INTEGERS: tl.constexpr,
 ):
     # One program attends with TOKENS tokens of a sequence, in the heads of one KV head, over one split of its context.
     wait_for_earlier()
-    kv_head = tl.program_id(HEAD_AXIS)
+    kv_head = tl.program_id(1)
     split = tl.program_id(2)
-    num_heads = tl.num_programs(HEAD_AXIS) * GROUP_SIZE
+    num_heads = tl.num_programs(1) * GROUP_SIZE
     num_splits = tl.num_programs(2)
     if cu_query_lens_ptr is None:
-        seq = first_seq + tl.program_id(1 - HEAD_AXIS)
+        seq = first_seq + tl.program_id(0)
         context_len = tl.load(context_lens_ptr + seq)
         first_row, first_position = seq, context_len - 1
         tile_start, tile_end = first_position, context_len
     else:
         # Tiles start at positions that are multiples of TOKENS: with int4, a tile is in one block.
         # The last tiles, which see the most keys, come first: short ones fill up the end.
-        program = tl.num_programs(1 - HEAD_AXIS) - 1 - tl.program_id(1 - HEAD_AXIS)
+        program = tl.num_programs(0) - 1 - tl.program_id(0)
         seq, tile = find_sequence(cu_query_lens_ptr, program, first_seq, end_seq, TOKENS)
         context_len = tl.load(context_lens_ptr + seq)
         first_row = tl.load(cu_query_lens_ptr + seq)
@@ -272,9 +269,7 @@ def launch(
     num_heads, head_dim = query.shape[1:]
     num_kv_heads, block_size = pages.data.shape[2:4]
     group_size, int4 = num_heads // num_kv_heads, pages.int4
-    head_axis = 1 if cu_query_lens is None else HEAD_AXIS
-    grid = (num_tiles, num_kv_heads, num_splits) if head_axis else (num_kv_heads, num_tiles, num_splits)
-    attend[grid](
+    attend[num_tiles, num_kv_heads, num_splits](
         query,
         pages.data,
         None if int4 else pages.scales,
@@ -306,7 +301,6 @@ def launch(
         PADDED_DIM=triton.next_power_of_2(head_dim),
         MAX_SPLITS=MAX_SPLITS,
         MIN_SPLIT_LEN=MIN_SPLIT_LEN,
-        HEAD_AXIS=head_axis,
         BY_INTEGERS=cu_query_lens is None and widens_by_integers(query),  # prompts would spill on sm_80
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,

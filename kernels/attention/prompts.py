@@ -64,13 +64,13 @@ def paged_prefill_attention(
 
 
 def choose_groups(query: Tensor, pages: KVPages, variant: AttentionVariant) -> GroupTile | None:
-    """Returns the tile of warp groups, which attend with plain scores to all keys; None where `attend` does."""
+    """Returns the tile of warp groups, which attend with plain scores to all keys; None where `paged.launch` does."""
     if variant.window is not None or kind_of(query.dtype, pages, variant) != "plain":
         return None
     tile = choose_group_tile(query.device, query.shape[-1])
     if tile is None:
         return None
-    from kernels.attention import hopper
+    from kernels.attention import hopper  # only where its compiler has run: Gluon differs between Triton's versions
 
     return tile if hopper.fits(tile, query, pages.data) else None
 

@@ -2,7 +2,8 @@
 
 What a launch and the start of its programs take is then hidden. Each kernel waits before it touches memory, so that all
 that earlier kernels wrote is there: the one before it has ended only after it has waited, too. A program that waits has
-its part of a processor, which slows a kernel that needs all of them: products of packed weights are not overlapped.
+its part of a processor, which slows a kernel that needs all of them. Ordinary launches: `quantized.products.multiply`,
+`hopper.attend_in_groups`, `checksums.sum_pieces`, and all of the library's.
 Source: CUDA C++ Programming Guide, "Programmatic Dependent Launch and Synchronization".
 """
 
@@ -16,7 +17,7 @@ from triton import knobs
 from triton.runtime import driver
 
 IS_ON = True
-"""Whether launches are dependent ones: benchmarks ask without."""
+"""Whether launches are dependent. Benchmarks turn it off to compare."""
 
 
 def dependent(options: dict[str, Any]) -> dict[str, Any]:

@@ -27,7 +27,10 @@ UNIT = 128
 ROWS_AT_ONCE = 8
 """Tiles of rows whose programs are neighbours, so that they find the columns in the cache."""
 MAX_COUNTED_ROWS, MAX_SPLIT_ROWS = 16, 256
-"""The most rows whose splits are added in the same launch, and the most whose splits have a program each."""
+"""The most rows whose splits the last program of a tile adds, and the most whose splits have a program each.
+
+A gated product's are always added by the last program.
+"""
 MAX_TILES, MAX_STREAMS = 1024, 128
 """The most tiles whose splits have a program each, and the most streams of a device that launch products."""
 WITH_DESCRIPTORS = ("sm_90", "sm_100")
@@ -63,7 +66,7 @@ def multiply_in_order(
     GROUP: tl.constexpr,
     IS_TURNED: tl.constexpr,
     IS_DESCRIBED: tl.constexpr,
-    ACTIVATION: tl.constexpr,  # of a matrix of gates and ups in turns, whose product is gated; or None
+    ACTIVATION: tl.constexpr,  # of an interleaved matrix, whose product is gated; or None
 ):
     # One program has a tile of the product and one split of the depth, or all of them, one after another. IS_ALONE: it
     # has one split, and no second sum.
@@ -184,7 +187,7 @@ def linear(
 ) -> Tensor:
     """Implements `kernels.backend.Backend.linear` for a plain matrix, on the current GPU; `out` may be float32.
 
-    activation: the matrix is `in_turns`, and the product is gated.
+    activation: gates the product; the matrix is `interleaved`, the bias is not.
     """
     if len(states):
         tile = choose_ordered_tile(states.device, states.dtype, num_splits_of(matrix), len(states))
@@ -192,8 +195,8 @@ def linear(
     return out
 
 
-def in_turns(gate_up: Tensor) -> Tensor:
-    """Copies a matrix of gates, then ups, [2 * columns, depth], to one of a gate and its up in turns."""
+def interleaved(gate_up: Tensor) -> Tensor:
+    """Copies a matrix of gates, then ups, [2 * columns, depth], to rows of a gate, its up, the next gate and so on."""
     return torch.stack(gate_up.chunk(2), 1).flatten(0, 1)
 
 

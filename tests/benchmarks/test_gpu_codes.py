@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.gpu_codes import CodesTile, chunks_per_split, is_supported, multiply_part, write_read
+from benchmarks.gpu_codes import CodesTile, chunks_per_split, multiply_part, write_read
 from kernels.quantized import products
 from kernels.quantized.device_layout import CodedWeight
 from kernels.triton_backend import TritonBackend
@@ -49,7 +49,6 @@ def draw(name: str, columns: int, depth: int) -> tuple[CodedWeight, torch.Tensor
 def test_no_weight_is_rounded(name: str, num_rows: int, rows: int, num_programs: int) -> None:
     weight, widened = draw(name, 40, 600)
     [part] = weight.parts
-    assert is_supported(part.format)
     tile = CodesTile(rows, 32, 1, 3, num_programs)
     num_splits = -(-part.num_chunks // chunks_per_split(part, tile))
     assert (num_splits > 1) == (num_programs == 64)
@@ -75,12 +74,6 @@ def test_weights_that_are_widened_a_plane_at_a_time(name: str) -> None:
     multiply_part(states, part, CodesTile(16, 32, 1, 3, 64, is_widened=True), counters, None, None, out)
     products.multiply_part(states, part, None, None, expected)
     torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-3)
-
-
-@pytest.mark.parametrize("name", [one for one in DRAWS if one not in NAMES])
-def test_other_formats_are_left_to_the_products_kernel(name: str) -> None:
-    [part] = draw(name, 4, 512)[0].parts
-    assert not is_supported(part.format) or name == "W4A16 in float32"
 
 
 def emulate(text: str, words: int, rests: int) -> int:

@@ -3,9 +3,10 @@
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
-from benchmarks.gpu_lab import describe_layers
+from benchmarks.gpu_lab import ATTENTION, describe_layers
 from benchmarks.gpu_prototypes import NUM_KEYS, sum_and_copy
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -28,16 +29,17 @@ def test_sums_of_blocks_equal_a_hosts() -> None:
     assert np.array_equal(sums.cpu().numpy(), _sums(blocks[sources.long()].numpy(), keys.numpy()))
 
 
-def test_kernels_of_a_step_are_told_by_their_places_in_a_layer() -> None:
+@pytest.mark.parametrize("attention", ATTENTION)
+def test_kernels_of_a_step_are_told_by_their_places_in_a_layer(attention: str) -> None:
     events: list[dict[str, object]] = [{"cat": "cpu_op", "name": "attend", "ts": 0, "dur": 9}]
     time = 0.0
     for _ in range(5):
-        for name, took in (*[("attend", 8.0), ("product", 20.0)] * 4, ("choose", 5.0)):
+        for name, took in (*[(attention, 8.0), ("product", 20.0)] * 4, ("choose", 5.0)):
             events.append({"cat": "kernel", "name": name, "ts": time, "dur": took})
             time += took + 0.5
     lines = list(describe_layers(events[::-1]))
     assert lines[:3] == [
-        "     8.00 us, then  0.50 idle  attend",
+        f"     8.00 us, then  0.50 idle  {attention}",
         "    20.00 us, then  0.50 idle  product",
         "  a layer: 29.0 us",
     ]

@@ -234,7 +234,6 @@ def compile_attention(
     constants |= {"GROUP_SIZE": GROUP_SIZE, "BLOCK_SIZE": BLOCK_SIZE, "TOKENS": tokens, "ROWS": tile.rows}
     constants |= {"KEYS": tile.width, "HEAD_DIM": head_dim, "PADDED_DIM": triton.next_power_of_2(head_dim)}
     constants |= {"MAX_SPLITS": paged.MAX_SPLITS, "MIN_SPLIT_LEN": paged.MIN_SPLIT_LEN}
-    constants["HEAD_AXIS"] = 1 if role == "decode" else paged.HEAD_AXIS
     constants["BY_INTEGERS"] = role == "decode" and architecture.startswith("sm") and dtype == "bf16"
     options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages, **paged.FUSING}
     name = f"{role} {kind}"

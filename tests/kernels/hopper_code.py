@@ -1,7 +1,7 @@
 """Compiles attention by warp groups for a device that is not there; prints machine code, spills and memory as JSON.
 
 A script, as Triton's interpreter cannot be left again in a process that has entered it. A launch is noted as a worker's
-warming notes it, and its signature compiled. Arguments: sizes of heads.
+warming notes it, and its signature compiled, for each row of the table.
 """
 
 import json
@@ -18,11 +18,9 @@ from triton.runtime import driver
 
 from engine.warm.compiling import Launches
 from kernels.attention import hopper
-from kernels.tiles import GroupTile
+from kernels.tiles import GROUPS, GroupTile, read_table
 from tests.kernels.compile_for import usage_of_cubin
 from tests.kernels.no_device import NoDevice
-
-TILE = GroupTile(128, 2)
 
 
 @dataclass(frozen=True)
@@ -36,7 +34,7 @@ class Code:
     registers: list[str]
 
 
-def compile_for_heads(head_dim: int) -> Code:
+def compile_for_heads(head_dim: int, tile: GroupTile) -> Code:
     """Notes launches for steps of several sizes at Llama 3 8B's heads, and compiles the first one's signature."""
     launches = Launches()
     for num_seqs, num_rows, num_blocks in ((1, 1, 1), (1, 64, 64), (3, 1000, 100)):
@@ -44,13 +42,10 @@ def compile_for_heads(head_dim: int) -> Code:
         layer = torch.empty(num_blocks, 2, 2, 8, 16, head_dim, dtype=torch.bfloat16)[:, 1]
         tables = torch.zeros(num_seqs, num_blocks, dtype=torch.int32)
         lens, starts = torch.zeros(num_seqs, dtype=torch.int32), torch.zeros(num_seqs + 1, dtype=torch.int32)
-        assert hopper.fits(TILE, queries, layer)
+        output = torch.empty(num_rows, 32, head_dim, dtype=torch.bfloat16)
+        assert hopper.fits(tile, queries, layer)
         with launches.noting():
-            starts, output = (
-                torch.zeros(num_seqs + 1, dtype=torch.int32),
-                torch.empty(num_rows, 32, head_dim).bfloat16(),
-            )
-            hopper.attend(TILE, queries, layer, tables, lens, starts, output, 0.1, 0)
+            hopper.attend(tile, queries, layer, tables, lens, starts, output, 0.1, 0)
     compiled = next(iter(launches.signatures)).compile()
     _, spilled = usage_of_cubin(compiled.asm["cubin"])
     return Code(
@@ -73,4 +68,6 @@ def disassemble(cubin: bytes) -> str:
 
 if __name__ == "__main__":
     driver.set_active(NoDevice(GPUTarget("cuda", 90, 32)))
-    json.dump({one: asdict(compile_for_heads(int(one))) for one in sys.argv[1:]}, sys.stdout)
+    [tiles] = read_table()["sm_90"][GROUPS].values()
+    codes = {head_dim: compile_for_heads(int(head_dim), GroupTile(*numbers)) for head_dim, numbers in tiles.items()}
+    json.dump({head_dim: asdict(code) for head_dim, code in codes.items()}, sys.stdout)

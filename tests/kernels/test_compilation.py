@@ -33,7 +33,6 @@ MOST_INSTRUCTIONS = {"Q4_K": 7.5, "Q6_K": 9.8, "Q8_0": 9.0, "MXFP4": 9.6}
 MAY_SPILL = {"ordered most 1": 128, "ordered most 2": 128, "products many Q6_K": 32, "ordered some 1 SILU": 64}
 MAY_SPILL |= {"products some Q4_K": 256, "products some MXFP4": 128, "products many MXFP4": 16}
 """Bytes that rows of sm_90 may spill, of tiles which an H200 has timed as the quickest."""
-MAY_SPILL |= {"ordered some 1": 160}  # behind its loop, and only where it fetches weights early
 FORMATS_OF_BITS = {"4": 2, "5": 1, "6": 1, "8": 2}
 Compiled = list[dict[str, Any]]
 

@@ -10,9 +10,11 @@ from torch import Tensor
 from triton.runtime import interpreter
 
 from kernels import tiles
+from kernels.backend import Activation
 from kernels.quantized import products
 from kernels.quantized.device_layout import CodedWeight, Part, is_packable
 from kernels.quantized.matrix import Quantized, round_to_int4, round_to_int8
+from kernels.torch_backend import TorchBackend
 from kernels.triton_backend import ExactBackend, TritonBackend
 from tests.kernels.quantized_matrices import DRAWS, FILE_BITS
 
@@ -287,6 +289,9 @@ def test_what_the_kernels_would_not_widen_exactly_is_widened_before(changes: dic
     weight = BACKEND.pack_codes(parts, torch.bfloat16)
     assert not isinstance(weight, CodedWeight)
     assert torch.equal(weight.data, torch.cat([one.dequantize().bfloat16() for one in parts]))
+    states = torch.randn(3, 240).bfloat16()
+    gated = [one.gated_linear(states, weight, None, Activation.SILU) for one in (ExactBackend(), TorchBackend())]
+    torch.testing.assert_close(*gated, rtol=2e-2, atol=2e-2)
 
 
 def test_a_matrix_of_one_column_is_packed(device: torch.device) -> None:

@@ -5,7 +5,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kernels.attention import paged
 from kernels.backend import AttentionVariant
 from kernels.reference import paged_decode_attention
 from tests.kernels.backends import PREFILLS, PagedPrefillAttention
@@ -109,16 +108,6 @@ def test_one_query_each_equals_decode(
     decoded = paged_decode_attention(query, batch.pages, batch.block_tables, batch.context_lens, variant)
     prefilled = prefill(attend, batch, query, [1, 1, 1], variant)
     torch.testing.assert_close(prefilled, decoded, atol=FLOAT32_TOLERANCE, rtol=FLOAT32_TOLERANCE)
-
-
-def test_neighbours_of_a_tile_change_no_bits(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
-    batch = make_paged_batch(GROUPED, [300, 33, 16, 50], 16, device=device)
-    query = batch.random_query(103)
-    by_order = []
-    for axis in (0, 1):
-        monkeypatch.setattr(paged, "HEAD_AXIS", axis)
-        by_order.append(prefill(PREFILLS["triton"], batch, query, [66, 1, 16, 20], batch.variant()))
-    assert torch.equal(*by_order)
 
 
 @settings(max_examples=15, deadline=None)

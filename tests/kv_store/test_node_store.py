@@ -8,6 +8,7 @@ import pytest
 import redis
 import torch
 
+from kv_store import node_store
 from kv_store.device_pool import DevicePool
 from kv_store.node.arena import Arena
 from kv_store.node.directory import Directory
@@ -477,6 +478,15 @@ def test_a_publish_reserves_once_and_commits_only_what_it_copies(gated: Node, ca
     assert store.write_through(names, pages_from(0, 5), REQUEST) == 5
     assert calls == ["reserve", "commit", "commit", "reserve", "commit", "reserve"]
     gated.directory.release_holds([REQUEST])
+
+
+def test_a_publish_of_many_blocks_leaves_slots_to_others_meanwhile(
+    gated: Node, calls: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(node_store, "RESERVED_AT_ONCE", 4)
+    store, names = gated.store(BatchingPool(LAYOUT, 8, torch.device("cpu"))), names_of(20)
+    assert store.write_through(names, pages_from(0, 5), None) == 5
+    assert calls == ["reserve", "commit", "commit", "reserve", "commit"]
 
 
 def test_an_arena_for_other_blocks_is_refused() -> None:

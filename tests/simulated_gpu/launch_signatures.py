@@ -32,7 +32,7 @@ from engine.warm.compiling import Launches, Signature
 from engine.warm.warming import limits_of, make_programs, note_kernels
 from kernels import checksums, row_operations
 from kernels.backend import KVPages
-from kernels.products import dependent_launch, ordered
+from kernels.products import ordered
 from kernels.quantized import products
 from kernels.triton_backend import ExactBackend, TritonBackend
 from kv_store.device_pool import COPIED_AT_ONCE, DevicePool
@@ -171,7 +171,6 @@ if __name__ == "__main__":
     device.SimulatedGpu.likeliest = staticmethod(likeliest)  # type: ignore[method-assign, assignment]
     device.SimulatedGpu.sum_pages = lambda _, *tensors: checksums.sum_pages(*tensors)  # type: ignore[method-assign]
     products.MIN_SPLIT_DEPTH = ordered.MIN_SPLIT_DEPTH = 128  # so that a depth of the small model has two splits
-    dependent_launch.IS_ON = True
     driver.set_active(NoDevice(GPUTarget("cuda", 90, 32)))
     arch, kv_dtype, policy, seconds = sys.argv[1:]
     json.dump(count(arch, kv_dtype, policy, float(seconds)), sys.stdout)

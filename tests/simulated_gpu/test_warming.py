@@ -17,6 +17,7 @@ from engine.model.decoder import Decoder
 from engine.model.programs import GRAPH_BYTES, ProgramSize, captured_tokens, graph_bytes, program_sizes
 from engine.warm.warming import StepBounds, WarmStep, Warmth, limits_of, warm
 from kernels.backend import KVPages
+from kernels.products.ordered import MAX_COUNTED_ROWS, MAX_SPLIT_ROWS
 from kernels.tiles import KIND_TO_ROWS, PRODUCTS, WIDENED, read_table
 from kernels.torch_backend import TorchBackend
 from kv_store.device_pool import DevicePool
@@ -75,7 +76,8 @@ def test_rows_of_warmed_steps_are_beyond_each_tile_of_products() -> None:
     ]
     tiles = {one[0] for kind in kinds for one in kind.values()}
     rows = {step.num_rows for step in StepBounds(128, 2048, 64).steps}
-    assert rows == {1, *(one + 1 for one in (*tiles, *KIND_TO_ROWS.values())), 2048}
+    bounds = {*tiles, *KIND_TO_ROWS.values(), MAX_COUNTED_ROWS, MAX_SPLIT_ROWS}
+    assert rows == {1, *(one + 1 for one in bounds), 2048}
 
 
 def test_sizes_are_finite_and_the_largest_comes_first() -> None:

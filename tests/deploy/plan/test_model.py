@@ -195,7 +195,12 @@ def test_a_gpu_promises_tokens_with_products_of_one_order(
 
 @pytest.mark.parametrize(
     ("folder", "dtype", "kernels"),
-    [("llama-gqa", "bfloat16", "triton-exact"), ("llama-gqa", "float32", "triton"), ("Q4_K", "bfloat16", "triton")],
+    [
+        ("llama-gqa", "bfloat16", "triton-exact"),
+        ("llama-gqa", "float32", "triton"),
+        ("Q4_K", "bfloat16", "triton"),
+        ("cohere", "bfloat16", "triton"),
+    ],
 )
 def test_a_gpu_has_products_of_one_order_by_default_where_their_kind_was_timed(
     folder: str, dtype: str, kernels: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -205,9 +210,14 @@ def test_a_gpu_has_products_of_one_order_by_default_where_their_kind_was_timed(
     is_file = folder == "Q4_K"
     path = make_gguf(tmp_path, folder, "llama-tied") if is_file else make_checkpoint(folder, tmp_path / folder)
     for exact, expected in (("auto", kernels), ("on", "triton-exact"), ("off", "triton")):
-        model = inspect_model(ModelSettings(path=str(path), dtype=dtype, exact=exact), "cuda")
+        settings = ModelSettings(path=str(path), dtype=dtype, exact=exact)
+        model = inspect_model(settings, "cuda")
         assert model.kernels == expected
-        assert model.served.batch_invariant is (expected == "triton-exact")
+        assert model.served.batch_invariant is (expected == "triton-exact" and folder != "cohere")
+        if folder == "cohere":
+            continue
+        with_guesses = inspect_model(settings, "cuda", proposer="ngram")
+        assert with_guesses.kernels == ("triton" if exact == "auto" else expected)
 
 
 def test_products_of_one_order_have_kv_of_their_own(tmp_path: Path) -> None:
