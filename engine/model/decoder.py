@@ -5,7 +5,9 @@ greedy tokens in float32 are the same.
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from copy import copy
+from dataclasses import fields, is_dataclass
 from functools import cached_property, partial
 from pathlib import Path
 
@@ -37,6 +39,8 @@ from wire.layout import KVLayout, Window
 
 log = logging.getLogger(__name__)
 
+ALIGNED_BYTES = 16
+"""What launches of a GPU's kernels are specialized by, besides types and shapes."""
 Output = Callable[[torch.Tensor | None, torch.Tensor | None], torch.Tensor]
 """Computes what a part of a layer adds to states; takes `residual` and `out`, which may be one tensor."""
 
@@ -68,6 +72,7 @@ class Decoder:
             AttentionVariant(scale, window, num_sinks, Scores(cap, layer.sinks))
             for window, layer in zip(config.attention.windows, weights.layers, strict=True)
         ]
+        self._order: Sequence[int] = range(len(weights.layers))
         self._far_angles = self._make_far_angles() if num_sinks else None
         self._programs: dict[ProgramSize, StepProgram | None] = {}
         self._programs_kv = 0
@@ -110,6 +115,16 @@ class Decoder:
         batch = batch.to(self.device)
         return self.run(self._backend, batch, self.angles_for(kv).at(batch.positions), kv, NO_BUFFERS)
 
+    def of_each_kind(self) -> "Decoder":
+        """Returns a decoder that runs one layer of each kind: it launches the kernels of all, and computes nothing."""
+        sample, columns = copy(self), self._angle_columns
+        kinds = {
+            (kind_of(layer), kind_of(self._variants[index]), columns[index]): index
+            for index, layer in enumerate(self.weights.layers)
+        }
+        sample._order = sorted(kinds.values())
+        return sample
+
     @torch.inference_mode()
     def decode_greedily(self, batch: Batch, kv: KVPages, num_runs: int) -> torch.Tensor:
         """Implements `DraftModel.decode_greedily`; in one program where the backend has recordings."""
@@ -130,8 +145,8 @@ class Decoder:
         half, columns = self.config.attention.head_dim // 2, self._angle_columns
         turned = {first: angles.columns(first, half) for first in set(columns)}
         states = do.embed(batch.token_ids, self.weights.embedding, self._embedding_factor, to.states)
-        for index, layer in enumerate(self.weights.layers):
-            pages = kv.layer(index)
+        for index in self._order:
+            layer, pages = self.weights.layers[index], kv.layer(index)
             normed = self._normed(do, states, layer.attention_norm, to)
             qkv = layer.qkv.run(do, normed, out=to.qkv)
             for part, norm in layer.row_norms:
@@ -288,6 +303,15 @@ class Decoder:
         if len(self._angles.cosines) < num_positions:
             self._angles = make_angles(self.config.ropes, self.config.attention.head_dim, num_positions, self.device)
         return self._angles
+
+
+def kind_of(value: object) -> object:
+    """Describes what launches follow from: types, dtypes, shapes, strides and alignments, but no tensor's numbers."""
+    if isinstance(value, torch.Tensor):
+        return value.dtype, value.shape, value.stride(), value.data_ptr() % ALIGNED_BYTES
+    if is_dataclass(value):
+        return type(value), *(kind_of(getattr(value, one.name)) for one in fields(value))
+    return tuple(map(kind_of, value)) if isinstance(value, tuple) else repr(value)
 
 
 def compute_dtype(dtype: str | None, config: ServedConfig, backend: Backend) -> torch.dtype:

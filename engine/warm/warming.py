@@ -1,6 +1,6 @@
 """The warming of a model before it serves: its programs, and the kernels of all steps beside them.
 
-    record      the kernels that steps launch are noted, not run         (a GPU with Triton's kernels)
+    record      the kernels that steps launch are noted, not run         (a GPU with Triton's kernels; alike layers once)
     compile     children compile them, or find them compiled             (likewise)
     capture     a program for each padded size, the largest first        (a CPU records, which takes milliseconds)
     run         each step that needed a kernel runs once
@@ -206,7 +206,7 @@ def make_programs(
 
 def note_kernels(model: CausalModel, kv: KVPages, limits: StepBounds, launches: "Launches") -> list[WarmStep]:
     """Notes the kernels of all steps, without running them; returns the steps that needed one more kernel."""
-    needed = []
+    needed, model = [], model.of_each_kind() if isinstance(model, Decoder) else model
     for step in limits.steps:
         num_noted = len(launches.signatures)
         with _naming(step, model.device), launches.noting():

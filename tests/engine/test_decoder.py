@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from engine.model.programs import RECORDED_CHUNKS
 from kernels.backend import KVPages
 from kernels.cpu.backend import CpuBackend
 from kernels.cpu.library import best_isa
+from kernels.torch_backend import TorchBackend
 from kernels.triton_backend import TritonBackend
 from tests.harness.checkpoints import (
     ARCHITECTURES,
@@ -256,6 +258,28 @@ def test_only_sampled_rows_have_logits(checkpoint: Checkpoints) -> None:
     run = PagedRun(model, [range(20), range(30)], 1)
     batch = run.batch([(run.rows[0], 20), (run.rows[1], 10)])
     assert model.forward(batch, KVPages(run.kv)).shape == (1, VOCAB_SIZE)
+
+
+class Counting(TorchBackend):
+    """Counts the layers that attend."""
+
+    def __init__(self) -> None:
+        self.num_attended = 0
+
+    def attend(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        self.num_attended += 1
+        return super().attend(*args, **kwargs)
+
+
+@pytest.mark.parametrize(("arch", "num_kinds"), [("llama-gqa", 1), ("gemma2", 2), ("gemma3", 2)])
+def test_a_layer_of_each_kind_stands_for_all(checkpoint: Checkpoints, arch: str, num_kinds: int) -> None:
+    """Windows and rotary embeddings differ from layer to layer."""
+    backend = Counting()
+    model = Decoder.load(checkpoint(arch), None, CPU, 16, backend)
+    for one, expected in ((model, model.config.num_layers), (model.of_each_kind(), num_kinds)):
+        run, backend.num_attended = PagedRun(one, [range(20)], 1), 0
+        assert one.forward(run.batch([(run.rows[0], 20)]), KVPages(run.kv)).shape == (1, VOCAB_SIZE)
+        assert backend.num_attended == expected
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
