@@ -40,7 +40,7 @@ from wire.layout import KVLayout, Window
 log = logging.getLogger(__name__)
 
 ALIGNED_BYTES = 16
-"""What launches of a GPU's kernels are specialized by, besides types and shapes."""
+"""The alignment by which launches of a GPU's kernels are specialized."""
 Output = Callable[[torch.Tensor | None, torch.Tensor | None], torch.Tensor]
 """Computes what a part of a layer adds to states; takes `residual` and `out`, which may be one tensor."""
 

@@ -1,11 +1,12 @@
 """The warming of a model before it serves: its programs, and the kernels of all steps beside them.
 
-    record      the kernels that steps launch are noted, not run         (a GPU with Triton's kernels; alike layers once)
+    record      the kernels that steps launch are noted, not run         (a GPU with Triton's kernels)
     compile     children compile them, or find them compiled             (likewise)
     capture     a program for each padded size, the largest first        (a CPU records, which takes milliseconds)
     run         each step that needed a kernel runs once
 
-What may be launched later is the union over a few steps, since no kernel is specialized by a number of a step.
+What may be launched later is the union over a few steps, since no kernel is specialized by a number of a step. Layers
+of one kind launch the same kernels, so that one of each is recorded.
 """
 
 from collections.abc import Callable, Iterator, Sequence
