@@ -11,7 +11,7 @@ from weakref import WeakValueDictionary
 
 import torch
 
-from kernels.backend import TRITON, TRITON_EXACT, Backend
+from kernels.backend import TRITON_EXACT, Backend
 from kernels.cpu.library import NoKernels
 from kernels.user_cache import OTHER_CACHE, own_folder
 
@@ -72,18 +72,16 @@ class Cuda:
     """NVIDIA's devices, and AMD's under torch for ROCm, which has the same names."""
 
     def backend(self, kernels: str = "auto") -> Backend:
-        """Makes the backend whose rows know no batch by default where a device has timed that it costs little."""
+        """Makes the backend of a name; the library's products have any other."""
         if not os.path.isabs(os.environ.get("TRITON_CACHE_DIR", "")):
             try:
                 os.environ["TRITON_CACHE_DIR"] = str(own_folder("triton"))
             except OSError as error:
                 raise NoKernels(f"the cache of compiled kernels cannot be used ({error}): {OTHER_CACHE}") from error
         # Imported here so that a machine without Triton serves on its CPU.
-        from kernels.tiles import is_quick_in_order
         from kernels.triton_backend import ExactBackend, TritonBackend
 
-        is_exact = kernels == TRITON_EXACT or (kernels != TRITON and is_quick_in_order())
-        return ExactBackend() if is_exact else TritonBackend()
+        return ExactBackend() if kernels == TRITON_EXACT else TritonBackend()
 
     def graph(self, device: torch.device) -> Graph:
         return CudaGraph(device)

@@ -19,11 +19,11 @@ logger = logging.getLogger(__name__)
 def select_backend(device: torch.device, kernels: str = "auto") -> Backend:
     """Selects a backend by name: auto, for a GPU triton or triton-exact, for a CPU amx, avx512, avx2, portable, torch.
 
-    `auto`, and for a GPU any other name, takes the default of the GPU, or the best of amx, avx512, avx2 and portable
-    that a CPU has; with a compiler that knows no AMX it has avx512, and without any torch, both with a warning.
-    `reproducible` takes the best instruction set of a CPU that gives the bits of amx, by name alone. The suffixes -int8
-    and -int4 (auto-int8) round weights, except for torch. The first use on a machine compiles a CPU's kernels, which
-    takes seconds.
+    `auto`, and for a GPU any other name, takes triton, or the best of amx, avx512, avx2 and portable that a CPU has;
+    with a compiler that knows no AMX it has avx512, and without any torch, both with a warning. `reproducible` takes
+    the best instruction set of a CPU that gives the bits of amx, by name alone. The suffixes -int8 and -int4
+    (auto-int8) round weights, except for torch. The first use on a machine compiles a CPU's kernels, which takes
+    seconds.
     Raises NoKernels for a named backend that cannot run and for devices without a backend, and the ImportError of
     `Accelerator.backend`.
     """

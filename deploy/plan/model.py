@@ -20,6 +20,9 @@ from wire.sampling import DEFAULTS
 from wire.served_model import ServedModel
 
 if TYPE_CHECKING:
+    import torch
+
+    from engine.checkpoint.checkpoint import Checkpoint
     from engine.checkpoint.config import AttentionShape, ServedConfig
 
 DEMO_MODEL = "demo-model"
@@ -115,7 +118,7 @@ def inspect_model(
     from engine.model.programs import captured_tokens
     from engine.model.weights import check_weights, count_bytes
     from engine.speculation.draft_folder import naming_the_draft, open_draft
-    from kernels.backend import TRITON, TRITON_EXACT
+    from kernels.backend import TRITON_EXACT
     from kernels.cpu.library import NoKernels
     from kernels.selection import select_backend
 
@@ -129,7 +132,7 @@ def inspect_model(
         other = None if draft is None else open_draft(find_folder(draft), checkpoint)
         if other is not None:
             check_weights(other)
-    kernels = cpu_kernels if device == "cpu" else {"on": TRITON_EXACT, "off": TRITON}.get(settings.exact, "auto")
+    kernels = cpu_kernels if device == "cpu" else "auto"
     try:
         kernels = kernels if settings.weights == "auto" else f"{cpu_kernels}-{settings.weights}"
         backend = select_backend(torch.device(device), kernels)
@@ -138,10 +141,9 @@ def inspect_model(
     compute = compute_dtype(None if settings.dtype == "auto" else settings.dtype, checkpoint.config, backend)
     # Guesses are verified in chunks, whose attention sums in another order than that of decoding rows.
     guesses = proposer != "off" or other is not None
-    is_timed = not checkpoint.is_quantized and compute is not torch.float32
-    if settings.exact == "auto" and device != "cpu" and (guesses or not checkpoint.config.is_native or not is_timed):
-        # No tokens would be promised, or products of one order would be of a kind that slows prompts or was not timed.
-        backend = select_backend(torch.device(device), TRITON)
+    is_cheap = settings.exact == "auto" and not guesses and _costs_little(checkpoint, compute)
+    if device != "cpu" and (settings.exact == "on" or is_cheap):
+        backend = select_backend(torch.device(device), TRITON_EXACT)
     dtype = str(compute).removeprefix("torch.")
     _require_droppable(settings, checkpoint.config.attention)
     config = checkpoint.config.keeping(parse_kv_policy(settings.kv_policy, settings.kv_dtype))
@@ -199,6 +201,16 @@ def mapped_within(facts: ModelFacts, weight_cache_bytes: int) -> ModelFacts:
     """Returns the facts, with `is_mapped` if the cache of packed weights has room for model and draft."""
     num_bytes = facts.weight_bytes + facts.draft.weight_bytes
     return replace(facts, is_mapped=facts.device == "cpu" and num_bytes <= weight_cache_bytes)
+
+
+def _costs_little(checkpoint: "Checkpoint", compute: "torch.dtype") -> bool:
+    """Tells whether products of one order cost a model little, as a device has timed: plain matrices of 16 bits."""
+    import torch
+
+    from kernels.tiles import is_quick_in_order
+
+    is_timed = checkpoint.config.is_native and not checkpoint.is_quantized and compute is not torch.float32
+    return is_timed and is_quick_in_order()
 
 
 def _require_droppable(settings: ModelSettings, attention: "AttentionShape") -> None:
