@@ -1,8 +1,8 @@
 """Attention of prompts over pages on Hopper, in Gluon: one warp loads, two warp groups attend with 64 rows each.
 
-Blocks are copied by descriptor, so that no thread that attends computes addresses. Gluon has no
-interpreter: tests/kernels/test_hopper.py reads the machine code, and tests/gpu compares numbers on a device. Shape and
-order of the loop: J. Shah et al., "FlashAttention-3", arXiv 2407.08608.
+Blocks are copied by descriptor, so that no thread that attends computes addresses. Gluon has no interpreter:
+tests/kernels/test_hopper.py reads the machine code, and tests/gpu compares numbers on a device. Shape and order of the
+loop: J. Shah et al., "FlashAttention-3", arXiv 2407.08608.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
@@ -25,7 +25,6 @@ from kernels.attention.paged import FUSING, LOG2_E
 from kernels.tiles import GroupTile
 
 TYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
-
 ROWS = 64
 """Rows of queries of a warp group."""
 PANEL = 64
@@ -399,7 +398,7 @@ def attend(
     )
 
 
-def fits(tile: GroupTile, query: Tensor, data: Tensor) -> bool:
+def fits(query: Tensor, data: Tensor) -> bool:
     """Whether descriptors can load queries and pages of one layer. Requires numbers of two bytes."""
     head_dim, block_size = query.shape[2], data.shape[3]
     tokens, lines = query.stride(0), data.stride()[:3]

@@ -72,7 +72,7 @@ def choose_groups(query: Tensor, pages: KVPages, variant: AttentionVariant) -> G
         return None
     from kernels.attention import hopper  # only where its compiler has run: Gluon differs between Triton's versions
 
-    return tile if hopper.fits(tile, query, pages.data) else None
+    return tile if hopper.fits(query, pages.data) else None
 
 
 def tokens_of(tile: Tile, group_size: int, block_size: int | None) -> int:

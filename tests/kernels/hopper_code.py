@@ -43,7 +43,7 @@ def compile_for_heads(head_dim: int, tile: GroupTile) -> Code:
         tables = torch.zeros(num_seqs, num_blocks, dtype=torch.int32)
         lens, starts = torch.zeros(num_seqs, dtype=torch.int32), torch.zeros(num_seqs + 1, dtype=torch.int32)
         output = torch.empty(num_rows, 32, head_dim, dtype=torch.bfloat16)
-        assert hopper.fits(tile, queries, layer)
+        assert hopper.fits(queries, layer)
         with launches.noting():
             hopper.attend(tile, queries, layer, tables, lens, starts, output, 0.1, 0)
     compiled = next(iter(launches.signatures)).compile()
