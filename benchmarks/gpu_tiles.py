@@ -36,7 +36,7 @@ from wire.layout import KVLayout
 
 NOTE = (
     "# Tiles: rows, keys of an iteration (of products: columns; in order: columns, depth of an iteration), warps, "
-    "stages of loads. docs/gpu.md says how rows are chosen.\n"
+    "stages of loads; of groups keys and tiles loaded ahead. docs/gpu.md says how rows are chosen.\n"
 )
 NUM_SEQS, CONTEXT_LEN, PROMPT_LEN = 16, 8192, 2048
 KEPT = {"plain": None, "sinks": None, "int8": torch.int8, "fp8": torch.float8_e4m3fn, "int4": torch.uint8}

@@ -112,7 +112,7 @@ def choose_group_tile(device: torch.device, head_dim: int) -> GroupTile | None:
         return None
     import triton
 
-    version = triton.__version__.rpartition(".")[0]
+    version = triton.__version__.rpartition(".")[0].replace(".", "_")
     row = _table()[architecture_of(device)].get(GROUPS, {}).get(version, {})
     return GroupTile(*row[str(head_dim)]) if str(head_dim) in row else None
 

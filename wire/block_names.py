@@ -111,7 +111,9 @@ class NameChain:
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Appends tokens; names every block they fill."""
-        self._tokens.extend(array("I", tokens))
+        ids = array("I")
+        ids.extend(tokens)  # whole or not at all; bytes are numbers, too, which an array of them would not say
+        self._tokens.extend(ids)
         first, stop, size = len(self._full), self.num_tokens // self._block_size, 4 * self._block_size
         data = self._data(first * self._block_size, stop * self._block_size)
         for index in range(first, stop):
