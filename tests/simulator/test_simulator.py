@@ -82,6 +82,7 @@ def test_a_share_of_the_plans_splits_prefixes() -> None:
     assert any(all(run.num[what] for what in ("splits", "groups", "jumps")) for run in runs)
 
 
+@pytest.mark.timeout(300)  # thirty runs, half a minute alone
 def test_a_share_of_the_plans_reads_blocks_ahead() -> None:
     runs = [simulate(draw_plan(seed)) for seed in range(1, 31)]
     assert sum(run.num["prefetches"] > 0 for run in runs) >= 5
