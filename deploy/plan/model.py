@@ -141,8 +141,7 @@ def inspect_model(
     compute = compute_dtype(None if settings.dtype == "auto" else settings.dtype, checkpoint.config, backend)
     # Guesses are verified in chunks, whose attention sums in another order than that of decoding rows.
     guesses = proposer != "off" or other is not None
-    is_cheap = settings.exact == "auto" and not guesses and _costs_little(checkpoint, compute)
-    if device != "cpu" and (settings.exact == "on" or is_cheap):
+    if device != "cpu" and _has_one_order(settings.exact, guesses, checkpoint, compute):
         backend = select_backend(torch.device(device), TRITON_EXACT)
     dtype = str(compute).removeprefix("torch.")
     _require_droppable(settings, checkpoint.config.attention)
@@ -203,14 +202,16 @@ def mapped_within(facts: ModelFacts, weight_cache_bytes: int) -> ModelFacts:
     return replace(facts, is_mapped=facts.device == "cpu" and num_bytes <= weight_cache_bytes)
 
 
-def _costs_little(checkpoint: "Checkpoint", compute: "torch.dtype") -> bool:
-    """Tells whether products of one order cost a model little, as a device has timed: plain matrices of 16 bits."""
+def _has_one_order(exact: str, guesses: bool, checkpoint: "Checkpoint", compute: "torch.dtype") -> bool:
+    """Tells whether a GPU has products of one order: "auto" where tokens are promised, and devices timed their kind."""
     import torch
 
     from kernels.tiles import is_quick_in_order
 
-    is_timed = checkpoint.config.is_native and not checkpoint.is_quantized and compute is not torch.float32
-    return is_timed and is_quick_in_order()
+    if exact != "auto":
+        return exact == "on"
+    is_promised = checkpoint.config.is_native and not guesses
+    return is_promised and is_quick_in_order() and compute is not torch.float32 and not checkpoint.is_quantized
 
 
 def _require_droppable(settings: ModelSettings, attention: "AttentionShape") -> None:
